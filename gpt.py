@@ -1,0 +1,381 @@
+"""GPT-2 as a PyTorch module, and everything about a model that is not training.
+
+Nothing here knows how many processes train the model: the same file serves one GPU and many.
+
+    model = GPT(GPTConfig(vocab_size=50304))
+    logits = model(token_ids).logits
+    loss = model(token_ids, targets).loss
+"""
+
+import csv
+import io
+import math
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+# The logits are the largest tensor of a training step. Making them in parts, each freed before the next, saves
+# gigabytes (3 GB at 32 x 1024 tokens) and costs nothing measurable.
+LOSS_PARTS = 8
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT, in the book's names. The defaults are GPT-2 124M with a vocabulary padded to 64.
+
+    Raises ValueError for a shape that cannot be built.
+    """
+
+    vocab_size: int = 50304
+    context_length: int = 1024
+    emb_dim: int = 768
+    n_heads: int = 12
+    n_layers: int = 12
+    drop_rate: float = 0.0
+    qkv_bias: bool = True
+
+    def __post_init__(self):
+        for name in ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, it is {getattr(self, name)}")
+        if self.emb_dim % self.n_heads:
+            raise ValueError(f"emb_dim {self.emb_dim} must be a multiple of n_heads {self.n_heads}")
+        if not 0 <= self.drop_rate < 1:
+            raise ValueError(f"drop_rate must be at least 0 and below 1, it is {self.drop_rate}")
+
+
+class Preset(NamedTuple):
+    """A model and a recipe that suits it. Batch sizes count sequences, `lr` is the highest learning rate."""
+
+    context_length: int
+    emb_dim: int
+    n_heads: int
+    n_layers: int
+    drop_rate: float
+    tokenizer: str
+    batch_size: int
+    global_batch_size: int
+    lr: float
+    epochs: int
+
+
+# Each global batch divides by 1, 2, 3, 4, 6 and 8 processes. The gpt2 rows are the sizes of the GPT-2 paper (Radford
+# et al., 2019) with the learning rates of the GPT-3 paper (Brown et al., 2020, table 2.1) for models of their size.
+PRESETS = {
+    #                     context  width heads layers drop tokenizer batch global    lr  epochs
+    "tiny": Preset(64, 128, 4, 4, 0.0, "bytes", 8, 24, 2e-3, 5),
+    "small": Preset(256, 384, 6, 6, 0.2, "bytes", 48, 48, 1e-3, 20),
+    "gpt2": Preset(1024, 768, 12, 12, 0.0, "gpt2", 8, 480, 6e-4, 5),
+    "gpt2-medium": Preset(1024, 1024, 16, 24, 0.0, "gpt2", 8, 480, 3e-4, 5),
+    "gpt2-large": Preset(1024, 1280, 20, 36, 0.0, "gpt2", 4, 480, 2.5e-4, 5),
+    "gpt2-xl": Preset(1024, 1600, 25, 48, 0.0, "gpt2", 2, 480, 2e-4, 5),
+}
+
+
+class GPTOutput(NamedTuple):
+    """What a forward pass returns: `logits` without targets, `loss` with them, and None for the other."""
+
+    logits: torch.Tensor | None
+    loss: torch.Tensor | None
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal self-attention: each token looks at itself and at what stands before it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.drop_rate = config.drop_rate
+        self.qkv = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
+        self.out_proj = nn.Linear(config.emb_dim, config.emb_dim)
+        self.dropout = nn.Dropout(config.drop_rate)
+
+    def forward(self, x):
+        batch, n_tokens, emb_dim = x.shape
+        qkv = self.qkv(x).view(batch, n_tokens, 3, self.n_heads, emb_dim // self.n_heads)
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, n_heads, n_tokens, head_dim)
+        context = F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=self.drop_rate if self.training else 0.0, is_causal=True
+        )
+        context = context.transpose(1, 2).reshape(batch, n_tokens, emb_dim)  # heads side by side again
+        return self.dropout(self.out_proj(context))
+
+
+class FeedForward(nn.Module):
+    """The two-layer network of a block, four times as wide inside, with the tanh GELU of GPT-2."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.expand = nn.Linear(config.emb_dim, 4 * config.emb_dim)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.out_proj = nn.Linear(4 * config.emb_dim, config.emb_dim)
+        self.dropout = nn.Dropout(config.drop_rate)
+
+    def forward(self, x):
+        return self.dropout(self.out_proj(self.gelu(self.expand(x))))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each behind a LayerNorm and added to what came in."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.emb_dim)
+        self.att = MultiHeadAttention(config)
+        self.norm2 = nn.LayerNorm(config.emb_dim)
+        self.ff = FeedForward(config)
+
+    def forward(self, x):
+        x = x + self.att(self.norm1(x))
+        return x + self.ff(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al., 2019): learned positions, pre-LayerNorm blocks, output head tied to the token embedding.
+
+    There are no buffers, so DDP has nothing to broadcast before a forward pass and rank 0 may run the raw module alone.
+    """
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config = config or GPTConfig()
+        self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
+        self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
+        self.drop_emb = nn.Dropout(config.drop_rate)
+        self.trf_blocks = nn.Sequential(*[TransformerBlock(config) for _ in range(config.n_layers)])
+        self.final_norm = nn.LayerNorm(config.emb_dim)
+        self.apply(self._init_weights)
+        # Each block adds twice to the residual stream; GPT-2 scales these layers so that its variance does not
+        # grow with depth.
+        for name, parameter in self.named_parameters():
+            if name.endswith("out_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layers))
+
+    @staticmethod
+    def _init_weights(module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, token_ids, targets=None):
+        """Logits of shape (batch, n_tokens, vocab_size), or with targets their mean cross-entropy in nats.
+
+        `token_ids` and `targets` are int64 of shape (batch, n_tokens), n_tokens at most `context_length`.
+        """
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        x = self.drop_emb(self.tok_emb(token_ids) + self.pos_emb(positions))  # (batch, n_tokens, emb_dim)
+        x = self.final_norm(self.trf_blocks(x))
+        if targets is None:
+            return GPTOutput(F.linear(x, self.tok_emb.weight), None)
+
+        loss = 0.0
+        x, targets = x.flatten(0, 1), targets.flatten()  # (batch * n_tokens, emb_dim), (batch * n_tokens,)
+        for x_part, targets_part in zip(x.chunk(LOSS_PARTS), targets.chunk(LOSS_PARTS)):
+            logits = F.linear(x_part, self.tok_emb.weight)
+            # A sum over a vocabulary needs float32 also where autocast made the logits in 16 bits.
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = loss + F.cross_entropy(logits, targets_part, reduction="sum")
+        return GPTOutput(None, loss / len(targets))
+
+
+def weight_decay_groups(model, weight_decay):
+    """Parameter groups for AdamW: matrices (and embeddings) decay, biases and LayerNorm gains do not.
+
+    Each parameter is in exactly one group.
+    """
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(step, total_steps, peak, warmup_share=0.05, final_share=0.1):
+    """The learning rate of step 1, 2, ... `total_steps`: a line up to `peak`, then half a cosine.
+
+    The first `warmup_share` of the steps climbs; the last step has `final_share * peak` (the schedule of Brown et al.,
+    2020, appendix B). A pure function of the step, so a checkpoint needs no scheduler state.
+    """
+    warmup_steps = max(1, round(warmup_share * total_steps))
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * (final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+@torch.no_grad()
+def generate(model, token_ids, max_new_tokens, n_vocab, temperature=1.0, top_k=None, generator=None):
+    """Append `max_new_tokens` ids to `token_ids`, int64 of shape (batch, n_tokens), and return all of them.
+
+    `n_vocab` is the tokenizer's vocabulary: the ids with which the model's is padded are never drawn. Temperature 0
+    takes the likeliest id. Pass the raw module, not its DDP wrapper: one process can then generate alone. Random
+    numbers come from `generator` (a fresh one if None), never from the global state.
+    """
+    if token_ids.shape[1] < 1:
+        raise ValueError("generate needs at least one id to start from")
+    if not 1 <= n_vocab <= model.config.vocab_size:
+        raise ValueError(f"n_vocab must be from 1 to {model.config.vocab_size}, it is {n_vocab}")
+    if temperature < 0:
+        raise ValueError(f"temperature must be at least 0, it is {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, it is {top_k}")
+    if generator is None:
+        generator = torch.Generator(token_ids.device)
+        generator.seed()
+    was_training = model.training
+    model.eval()
+    for _ in range(max_new_tokens):
+        context = token_ids[:, -model.config.context_length :]
+        logits = model(context).logits[:, -1, :n_vocab].float()  # (batch, n_vocab)
+        if top_k is not None:
+            kept = logits.topk(min(top_k, n_vocab))
+            logits = torch.full_like(logits, -math.inf).scatter(1, kept.indices, kept.values)
+        if temperature == 0:
+            next_ids = logits.argmax(dim=-1, keepdim=True)  # (batch, 1)
+        else:
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            next_ids = torch.multinomial(probabilities, num_samples=1, generator=generator)
+        token_ids = torch.cat((token_ids, next_ids), dim=1)
+    model.train(was_training)
+    return token_ids
+
+
+def flops_per_token(model):
+    """Floating-point operations of forward and backward for one token of a full context.
+
+    6 N + 12 L T C, with N parameters in matrix products (all but the positions), L layers, T tokens of context and
+    width C: Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    config = model.config
+    n_parameters = sum(p.numel() for p in model.parameters()) - model.pos_emb.weight.numel()
+    return 6 * n_parameters + 12 * config.n_layers * config.context_length * config.emb_dim
+
+
+# Dense 16-bit peaks from the vendors' data sheets, in FLOP/s; the first entry whose words all stand in the name counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+
+
+def peak_flops(device_name):
+    """Dense 16-bit FLOP/s of a GPU by the name that `torch.cuda.get_device_name` gives, or None if not known."""
+    words = set(re.split(r"[ -]", device_name))
+    return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
+
+
+def pick_device(name):
+    """The device type to train on, as a string: "auto" is this machine's accelerator, or "cpu" where there is none."""
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if name not in ("auto", "cpu", accelerator):
+        has = "cpu" if accelerator == "cpu" else f"cpu and {accelerator}"
+        raise ValueError(f"--device {name}: PyTorch finds no such device on this machine, it finds {has}")
+    return accelerator if name == "auto" else name
+
+
+def pick_dtype(name, device):
+    """The number format of the matrix products, as a string. "auto" is the fastest that is safe on the device type.
+
+    bfloat16 on a GPU that computes it natively, float16 (with a gradient scaler) on an older one, float32 elsewhere.
+    """
+    if name == "auto":
+        if device != "cuda":
+            return "float32"
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if name == "float16" and device == "cpu":
+        raise ValueError("--dtype float16 needs a GPU: on a CPU choose float32 or bfloat16")
+    if name == "float64" and device == "mps":
+        raise ValueError("--dtype float64 does not exist on mps: add --device cpu")
+    return name
+
+
+METRICS = ("step", "tokens", "learning_rate", "train_loss", "val_loss", "tokens_per_second")
+CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "step", "metrics", "config", "run"}
+
+
+def save_checkpoint(folder, checkpoint):
+    """Write `folder/checkpoint.pt`, and `folder/metrics.csv` from the rows in it, so that a kill loses neither.
+
+    Each is written beside its place, flushed to disk and renamed: whoever reads sees the old file or the new one, never
+    a part. Raises OSError with the path and the reason; the earlier files are then untouched.
+    """
+
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([METRICS, *checkpoint["metrics"]])
+    _replace(Path(folder, "checkpoint.pt"), lambda file: torch.save(checkpoint, file))
+    _replace(Path(folder, "metrics.csv"), lambda file: file.write(table.getvalue().encode()))
+
+
+def _replace(path, write):
+    temporary = path.with_name(path.name + ".tmp")  # one fixed name: what a kill leaves, the next save overwrites
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+def load_checkpoint(path):
+    """The dictionary that `save_checkpoint` wrote, its tensors on the CPU and read from disk only when used.
+
+    `weights_only=True`: loading a file never runs code from it. Raises ValueError if it is no checkpoint of this project.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        missing = CHECKPOINT_KEYS - checkpoint.keys()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch.load fails in as many ways as a file can be broken
+        raise ValueError(f"{path} is no checkpoint of this project, or it is damaged: {error!s:.200}") from error
+    if missing:
+        raise ValueError(f"{path} is no checkpoint of this project: it lacks {', '.join(sorted(missing))}")
+    return checkpoint
+
+
+def open_run_folder(folder, resume, config, identity):
+    """Make sure that a run can write to `folder`, and return the checkpoint there if `resume` is set and there is one.
+
+    Refuses, as ValueError or OSError, a folder that cannot be written, a checkpoint that the run would overwrite, and one
+    whose configuration or `identity` (what else decides the losses) is not the run's.
+    """
+    path = Path(folder, "checkpoint.pt")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"cannot write to --out {folder}: {error.strerror}") from error
+    if not path.exists():
+        return None
+    if not resume:
+        raise ValueError(f"{path} exists: add --resume to go on from it, or choose another --out")
+    checkpoint = load_checkpoint(path)
+    saved = {**checkpoint["config"], **checkpoint["run"]}
+    for name, value in {**asdict(config), **identity}.items():
+        if saved.get(name) != value:
+            raise ValueError(f"{path} has {name} {saved.get(name)}, this run has {value}: give the same, or another --out")
+    return checkpoint
