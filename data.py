@@ -102,7 +102,9 @@ def _open_npy(path):
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is no .npy file of token ids, or it is damaged: {error!s:.200}") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"{path} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}")
+        raise ValueError(
+            f"{path} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}"
+        )
     return tokens
 
 
@@ -186,18 +188,20 @@ def _decode(decoder, block, offset, path):
     try:
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {offset + error.start:,} ({error.reason}); convert it first") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text: byte {offset + error.start:,} ({error.reason}); convert it first"
+        ) from None
 
 
 def fingerprint(tokens):
-    """A 64-bit hash, as a signed int, of the length and of 64 evenly spaced blocks: cheap at any size.
+    """A hash, as 12 hexadecimal digits, of the length and of 64 evenly spaced blocks: cheap at any size.
 
     Two corpora that differ only between the blocks (above a million tokens) have the same one.
     """
     digest = hashlib.sha256(str(len(tokens)).encode())
     for block in _spaced_blocks(tokens):
         digest.update(block.astype("<i8").tobytes())
-    return int.from_bytes(digest.digest()[:8], "little", signed=True)
+    return digest.hexdigest()[:12]
 
 
 def _spaced_blocks(tokens, n_blocks=64, block_tokens=2**14):
@@ -305,7 +309,9 @@ def main():
         tokenizer = get_tokenizer(args.tokenizer)
         if args.output:
             if not args.output.endswith(".npy"):
-                raise ValueError(f"--output {args.output} must end in .npy, by which a training script knows the format")
+                raise ValueError(
+                    f"--output {args.output} must end in .npy, by which a training script knows the format"
+                )
             n_tokens = write_tokens(args.files, tokenizer, args.output)
             print(f"{args.output}: {n_tokens:,} tokens, {len(args.files)} documents; train with --data {args.output}")
         else:

@@ -70,7 +70,7 @@ class Preset(NamedTuple):
 # et al., 2019) with the learning rates of the GPT-3 paper (Brown et al., 2020, table 2.1) for models of their size.
 PRESETS = {
     #                     context  width heads layers drop tokenizer batch global    lr  epochs
-    "tiny": Preset(64, 128, 4, 4, 0.0, "bytes", 8, 24, 2e-3, 5),
+    "tiny": Preset(64, 128, 4, 4, 0.0, "bytes", 8, 24, 2e-3, 2),
     "small": Preset(256, 384, 6, 6, 0.2, "bytes", 48, 48, 1e-3, 20),
     "gpt2": Preset(1024, 768, 12, 12, 0.0, "gpt2", 8, 480, 6e-4, 5),
     "gpt2-medium": Preset(1024, 1024, 16, 24, 0.0, "gpt2", 8, 480, 3e-4, 5),
@@ -285,12 +285,17 @@ def peak_flops(device_name):
     return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
 
 
-def pick_device(name):
-    """The device type to train on, as a string: "auto" is this machine's accelerator, or "cpu" where there is none."""
+def pick_device(name, for_ddp=False):
+    """The device type to train on, as a string: "auto" is this machine's accelerator, or "cpu" where there is none.
+
+    `for_ddp` leaves out mps: a Mac has one GPU, and no backend that could average gradients on it.
+    """
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if accelerator == "mps" and for_ddp:
+        accelerator = "cpu"
     if name not in ("auto", "cpu", accelerator):
         has = "cpu" if accelerator == "cpu" else f"cpu and {accelerator}"
-        raise ValueError(f"--device {name}: PyTorch finds no such device on this machine, it finds {has}")
+        raise ValueError(f"--device {name}: there is no such device to train on here, there is {has}")
     return accelerator if name == "auto" else name
 
 
@@ -377,5 +382,7 @@ def open_run_folder(folder, resume, config, identity):
     saved = {**checkpoint["config"], **checkpoint["run"]}
     for name, value in {**asdict(config), **identity}.items():
         if saved.get(name) != value:
-            raise ValueError(f"{path} has {name} {saved.get(name)}, this run has {value}: give the same, or another --out")
+            raise ValueError(
+                f"{path} has {name} {saved.get(name)}, this run has {value}: give the same, or another --out"
+            )
     return checkpoint

@@ -1,8 +1,8 @@
 """Train a GPT on one device: the baseline, to which the two DDP scripts add the lines that they mark with "DDP".
 
-    python train_single_gpu.py                                            # a tiny model, text that comes with Python
-    python train_single_gpu.py --preset gpt2 --data corpus.txt --out runs/gpt2
-    python train_single_gpu.py --preset gpt2 --data corpus.txt --out runs/gpt2 --resume
+python train_single_gpu.py                                            # a tiny model, text that comes with Python
+python train_single_gpu.py --preset gpt2 --data corpus.txt --out runs/gpt2
+python train_single_gpu.py --preset gpt2 --data corpus.txt --out runs/gpt2 --resume
 """
 
 import argparse
@@ -44,7 +44,9 @@ def train(args, run):
     trained_model = model
     if args.compile:
         trained_model = torch.compile(trained_model)
-    optimizer = torch.optim.AdamW(gpt.weight_decay_groups(model, WEIGHT_DECAY), lr=args.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        gpt.weight_decay_groups(model, WEIGHT_DECAY), lr=args.lr, betas=(0.9, 0.95), fused=True
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     half = args.dtype in ("bfloat16", "float16")
     autocast = torch.autocast(device.type, getattr(torch, args.dtype) if half else None, enabled=half)
@@ -120,12 +122,18 @@ def train(args, run):
         if step_of_epoch + 1 == run.steps_per_epoch:
             log(f"Epoch {epoch + 1} completed")
         if stop_signal:
-            saved = f"saved in {args.out}, add --resume to go on" if args.out else "nothing was saved, for want of --out"
+            saved = (
+                f"saved in {args.out}, add --resume to go on" if args.out else "nothing was saved, for want of --out"
+            )
             log(f"stopped by {signal.Signals(stop_signal).name} after step {step}: {saved}")
             break
     else:
         log(sample(model, run, device, autocast))
-        log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint and metrics.csv")
+        log(
+            f"written to {args.out}"
+            if args.out
+            else "nothing was written: --out DIR keeps a checkpoint and metrics.csv"
+        )
     return stop_signal
 
 
@@ -233,7 +241,7 @@ def prepare(args, n_processes=1):
         )
     identity = {
         "tokenizer": args.tokenizer,
-        "corpus": f"{data.fingerprint(tokens) % 2**64:016x}",
+        "corpus": data.fingerprint(tokens),
         "seed": args.seed,
         "global_batch_size": args.global_batch_size,
     }
@@ -267,7 +275,9 @@ def parse_args():
             raise argparse.ArgumentTypeError(f"{text} must be above 0")
         return value
 
-    parser = argparse.ArgumentParser(description="Train a GPT.", epilog="What has no default here has it from the preset.")
+    parser = argparse.ArgumentParser(
+        description="Train a GPT on one device.", epilog="What has no default here has it from the preset."
+    )
     parser.error = refuse
     flag = parser.add_argument
     flag("--preset", choices=gpt.PRESETS, help="model and recipe (default: tiny on a CPU, small on a GPU)")
