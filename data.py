@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import tiktoken
@@ -59,7 +60,7 @@ def load_tokens(path, tokenizer):
     keeps both is not seen). Raises ValueError or OSError with the reason and the way out.
     """
     if path is None:
-        return np.array(tokenizer.encode_ordinary(builtin_text()) + [tokenizer.eot_token], dtype=np.uint16)
+        return np.array([*tokenizer.encode_ordinary(builtin_text()), tokenizer.eot_token], dtype=np.uint16)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
@@ -280,23 +281,36 @@ class SkipSampler(Sampler):
         return max(0, len(self.sampler) - self.n_skip)
 
 
-def batch_plan(global_batch_size, batch_size, n_processes):
-    """(sequences per forward pass, forward passes per step) of a process, so that all together see the global batch.
+def open_corpus(path, tokenizer_name, context_length):
+    """A corpus ready to train on: its `tokenizer`, `train_set`, `val_set` and `hash`; errors as in `load_tokens`."""
+    tokenizer = get_tokenizer(tokenizer_name)
+    tokens = load_tokens(path, tokenizer)
+    train_set, val_set = split_tokens(tokens, context_length, tokenizer.n_vocab)
+    return SimpleNamespace(tokenizer=tokenizer, train_set=train_set, val_set=val_set, hash=fingerprint(tokens))
 
-    The forward batch is the largest divisor of the process's share that is at most `batch_size`. Raises ValueError,
-    naming values that work, where processes cannot have equal shares.
+
+def plan_steps(n_windows, global_batch_size, batch_size, n_processes):
+    """(sequences per forward pass, forward passes per step, steps per epoch) of a process.
+
+    So that all processes together see the global batch: the forward batch is the largest divisor of a process's share that
+    is at most `batch_size`. Raises ValueError, naming values that work, where the shares cannot be equal or the windows
+    are too few for one step.
     """
     share, rest = divmod(global_batch_size, n_processes)
     if rest:
-        below, above = share * n_processes, (share + 1) * n_processes
-        values = f"{below} or {above}" if below else f"{above}"
-        counts = ", ".join(str(n) for n in range(1, min(global_batch_size, 64) + 1) if global_batch_size % n == 0)
+        sizes = [n for n in (share * n_processes, (share + 1) * n_processes) if n]
+        counts = [n for n in range(1, min(global_batch_size, 64) + 1) if global_batch_size % n == 0]
         raise ValueError(
             f"{global_batch_size} sequences per step do not divide among {n_processes} processes: choose "
-            f"--global-batch-size {values}, or a number of processes among {counts}"
+            f"--global-batch-size {' or '.join(map(str, sizes))}, or {', '.join(map(str, counts))} processes"
+        )
+    if n_windows < global_batch_size:
+        raise ValueError(
+            f"the corpus has {n_windows:,} windows to train on, one step needs {global_batch_size}: give a longer --data, or "
+            "a smaller --global-batch-size or --context-length"
         )
     forward_batch = max(n for n in range(1, min(share, batch_size) + 1) if share % n == 0)
-    return forward_batch, share // forward_batch
+    return forward_batch, share // forward_batch, n_windows // global_batch_size
 
 
 def main():

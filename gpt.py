@@ -7,6 +7,7 @@ Nothing here knows how many processes train the model: the same file serves one 
     loss = model(token_ids, targets).loss
 """
 
+import argparse
 import csv
 import io
 import math
@@ -14,6 +15,7 @@ import os
 import re
 import tempfile
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +72,7 @@ class Preset(NamedTuple):
 # et al., 2019) with the learning rates of the GPT-3 paper (Brown et al., 2020, table 2.1) for models of their size.
 PRESETS = {
     #                     context  width heads layers drop tokenizer batch global    lr  epochs
-    "tiny": Preset(64, 128, 4, 4, 0.0, "bytes", 8, 24, 2e-3, 2),
+    "tiny": Preset(64, 128, 4, 4, 0.0, "bytes", 8, 24, 1e-3, 2),
     "small": Preset(256, 384, 6, 6, 0.2, "bytes", 48, 48, 1e-3, 20),
     "gpt2": Preset(1024, 768, 12, 12, 0.0, "gpt2", 8, 480, 6e-4, 5),
     "gpt2-medium": Preset(1024, 1024, 16, 24, 0.0, "gpt2", 8, 480, 3e-4, 5),
@@ -259,6 +261,135 @@ def flops_per_token(model):
     return 6 * n_parameters + 12 * config.n_layers * config.context_length * config.emb_dim
 
 
+@torch.no_grad()
+def checksum(model):
+    """One int64 from the bits of all parameters, for telling whether two replicas are the same."""
+    total = 0
+    for index, parameter in enumerate(model.parameters()):
+        bits = parameter.detach().view(torch.int32).sum(dtype=torch.int64)  # of integers: in any order the same
+        total = total + (2 * index + 1) * bits
+    return total.item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run is told: flags, device, number format
+
+
+def add_flags(parser):
+    """Add the flags that the three scripts share to an `argparse.ArgumentParser`."""
+
+    def number(kind, accepts, rule):
+        def parse(text):
+            value = kind(text)
+            if not accepts(value):
+                raise argparse.ArgumentTypeError(f"{text} {rule}")
+            return value
+
+        parse.__name__ = kind.__name__  # argparse names it where the text is no number
+        return parse
+
+    count = number(int, lambda value: 0 < value < 2**31, "is not a whole number above 0")
+    rate = number(float, lambda value: 0 < value < math.inf, "is not a number above 0")
+    seed = number(int, lambda value: 0 <= value < 2**31, "is not from 0 to 2147483647")
+    flag = parser.add_argument
+    flag("--preset", choices=PRESETS, help="model and recipe (default: tiny on a CPU, small on a GPU)")
+    flag("--data", metavar="FILE", help="UTF-8 text, or token ids as .npy or .bin (default: text that Python brings)")
+    flag("--tokenizer", choices=("bytes", "gpt2"), help=f"(default: {_of_presets('tokenizer')})")
+    flag(
+        "--context-length",
+        type=count,
+        metavar="TOKENS",
+        help=f"of a sequence (default: {_of_presets('context_length')})",
+    )
+    flag(
+        "--drop-rate", type=float, metavar="SHARE", help=f"dropout, 0 to below 1 (default: {_of_presets('drop_rate')})"
+    )
+    flag(
+        "--batch-size",
+        type=count,
+        metavar="SEQUENCES",
+        help=f"per process and forward pass, at most (default: {_of_presets('batch_size')})",
+    )
+    flag(
+        "--global-batch-size",
+        type=count,
+        metavar="SEQUENCES",
+        help=f"per optimizer step, over all processes (default: {_of_presets('global_batch_size')})",
+    )
+    flag("--epochs", type=count, help=f"passes over the corpus, from step 0 (default: {_of_presets('epochs')})")
+    flag("--max-steps", type=count, metavar="STEPS", help="optimizer steps from step 0, in place of --epochs")
+    flag("--lr", type=rate, metavar="RATE", help=f"highest learning rate (default: {_of_presets('lr')})")
+    flag(
+        "--seed",
+        type=seed,
+        metavar="NUMBER",
+        default=123,
+        help="of weights, data order and dropout (default: %(default)s)",
+    )
+    flag("--device", default="auto", help="auto, cpu, cuda or mps (default: the accelerator, if there is one)")
+    flag(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        help="of matrix products (default: bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU)",
+    )
+    flag("--compile", action="store_true", help="torch.compile: faster steps after half a minute (default: off)")
+    flag("--log-every", type=count, default=10, metavar="STEPS", help="(default: %(default)s)")
+    flag("--eval-every", type=count, default=250, metavar="STEPS", help="evaluate and save (default: %(default)s)")
+    flag("--out", metavar="DIR", help="keep checkpoint.pt and metrics.csv there (default: write nothing)")
+    flag("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one (default: off)")
+
+
+def _of_presets(field):
+    """The values of a field as help text, such as "8; 48 in small"."""
+    values = {name: getattr(preset, field) for name, preset in PRESETS.items()}
+    usual = values["gpt2"]
+    return "; ".join([f"{usual}", *(f"{value} in {name}" for name, value in values.items() if value != usual)])
+
+
+def resolve_flags(args, for_ddp=False):
+    """Put the preset's values, the device and the dtype where the command line gave none; ValueError if they cannot be.
+
+    `for_ddp` leaves out mps: a Mac has one GPU, and no backend averages gradients on it.
+    """
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if accelerator == "mps" and for_ddp:
+        accelerator = "cpu"
+    if args.device not in ("auto", "cpu", accelerator):
+        has = "cpu" if accelerator == "cpu" else f"cpu and {accelerator}"
+        raise ValueError(f"--device {args.device}: there is no such device to train on here, there is {has}")
+    args.device = accelerator if args.device == "auto" else args.device
+    args.dtype = _resolve_dtype(args.dtype, args.device)
+    args.preset = args.preset or ("tiny" if args.device == "cpu" else "small")
+    for name, value in PRESETS[args.preset]._asdict().items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    if args.resume and not args.out:
+        raise ValueError("--resume needs --out DIR, the folder with the checkpoint")
+    return args
+
+
+def _resolve_dtype(name, device):
+    if name == "auto":
+        if device != "cuda":
+            return "float32"
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if name == "float16" and device == "cpu":
+        raise ValueError("--dtype float16 needs a GPU: on a CPU choose float32 or bfloat16")
+    if name == "float64" and device == "mps":
+        raise ValueError("--dtype float64 does not exist on mps: add --device cpu")
+    return name
+
+
+def config_for(args, n_vocab):
+    """The model that resolved flags ask for, its vocabulary padded to whole tiles of a GPU's matrix units."""
+    names = ("context_length", "emb_dim", "n_heads", "n_layers", "drop_rate")
+    return GPTConfig(vocab_size=math.ceil(n_vocab / 64) * 64, **{name: getattr(args, name) for name in names})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run shows
+
 # Dense 16-bit peaks from the vendors' data sheets, in FLOP/s; the first entry whose words all stand in the name counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -285,35 +416,48 @@ def peak_flops(device_name):
     return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
 
 
-def pick_device(name, for_ddp=False):
-    """The device type to train on, as a string: "auto" is this machine's accelerator, or "cpu" where there is none.
+def describe(args, run, model, step):
+    """The facts of a run, as lines to print before its first step."""
+    config, corpus = run.config, run.corpus
+    n_parameters = sum(p.numel() for p in model.parameters())
+    processes = "1 process" if run.n_processes == 1 else f"{run.n_processes} processes"
+    lines = [
+        f"preset {args.preset}: {config.n_layers} layers, {config.n_heads} heads, {config.emb_dim} wide, "
+        f"{config.context_length} tokens of context, {n_parameters:,} parameters"
+        + ("" if args.data else "; for the real thing: --preset gpt2 --data FILE"),
+        f"device {args.device}, {processes}, {args.dtype}{', compiled' if args.compile else ''}, torch {torch.__version__}",
+        f"corpus {args.data or 'built into Python'}, hash {corpus.hash}, {args.tokenizer} tokens: "
+        f"{len(corpus.train_set):,} windows to train on, {len(corpus.val_set):,} to validate",
+        f"{args.global_batch_size} sequences per step = {run.forward_batch} per forward x {run.accumulation} accumulated "
+        f"x {processes}; {run.steps_per_epoch:,} steps per epoch, {run.total_steps:,} in all",
+    ]
+    return "\n".join(lines + [f"resumed after step {step}"] * bool(step))
 
-    `for_ddp` leaves out mps: a Mac has one GPU, and no backend that could average gradients on it.
+
+def describe_step(args, run, model, row, losses, gradient_norm):
+    """One line about a step from its row of metrics, with the loss of each process where there are several.
+
+    MFU is the share of the GPUs' peak that the model's arithmetic uses; it stands there where the peak is known.
     """
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    if accelerator == "mps" and for_ddp:
-        accelerator = "cpu"
-    if name not in ("auto", "cpu", accelerator):
-        has = "cpu" if accelerator == "cpu" else f"cpu and {accelerator}"
-        raise ValueError(f"--device {name}: there is no such device to train on here, there is {has}")
-    return accelerator if name == "auto" else name
+    step = row["step"]
+    line = f"epoch {(step - 1) // run.steps_per_epoch + 1}  step {step}/{run.total_steps}  loss {row['train_loss']:.6f}"
+    if 1 < len(losses) <= 8:
+        line += " [" + ", ".join(f"rank {rank} {loss:.6f}" for rank, loss in enumerate(losses)) + "]"
+    elif len(losses) > 8:
+        low, high = min(losses), max(losses)
+        line += f" [lowest rank {losses.index(low)} {low:.6f}, highest rank {losses.index(high)} {high:.6f}]"
+    line += f"  norm {gradient_norm:.3f}  lr {row['learning_rate']:.2e}"
+    if speed := row["tokens_per_second"]:
+        line += f"  {speed:,.0f} tokens/s"
+        is_half = args.device == "cuda" and args.dtype in ("bfloat16", "float16")
+        if is_half and (peak := peak_flops(torch.cuda.get_device_name())):
+            line += f"  MFU {speed * flops_per_token(model) / (peak * run.n_processes):.1%}"
+        line += f"  {timedelta(seconds=round((run.total_steps / step - 1) * row['tokens'] / speed))} left"
+    return line
 
 
-def pick_dtype(name, device):
-    """The number format of the matrix products, as a string. "auto" is the fastest that is safe on the device type.
-
-    bfloat16 on a GPU that computes it natively, float16 (with a gradient scaler) on an older one, float32 elsewhere.
-    """
-    if name == "auto":
-        if device != "cuda":
-            return "float32"
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if name == "float16" and device == "cpu":
-        raise ValueError("--dtype float16 needs a GPU: on a CPU choose float32 or bfloat16")
-    if name == "float64" and device == "mps":
-        raise ValueError("--dtype float64 does not exist on mps: add --device cpu")
-    return name
-
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run leaves
 
 METRICS = ("step", "tokens", "learning_rate", "train_loss", "val_loss", "tokens_per_second")
 CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "step", "metrics", "config", "run"}

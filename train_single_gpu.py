@@ -10,8 +10,6 @@ import math
 import signal
 import sys
 import time
-from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,25 +26,22 @@ PROMPT = "The "
 SAMPLE_TOKENS = 200
 
 
-def train(args, run):
-    """Train as `args` says on what `prepare` made ready; returns the signal that ended it early, or 0."""
+def train(args):
+    """Train as `args` says; returns the signal that ended it early, or 0."""
     device = torch.device(args.device)
+    run = prepare(args)
     log = partial(print, flush=True)
 
-    sampler = RandomSampler(run.train_set, generator=torch.Generator())
+    train_set = run.corpus.train_set
+    sampler = RandomSampler(train_set, generator=torch.Generator())
     windows = data.SkipSampler(sampler)
-    loader = DataLoader(
-        run.train_set, batch_size=run.forward_batch, sampler=windows, drop_last=True, pin_memory=device.type == "cuda"
-    )
+    loader = DataLoader(train_set, run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
 
     torch.manual_seed(args.seed)
     model = gpt.GPT(run.config).to(device, torch.float64 if args.dtype == "float64" else torch.float32)
-    trained_model = model
-    if args.compile:
-        trained_model = torch.compile(trained_model)
-    optimizer = torch.optim.AdamW(
-        gpt.weight_decay_groups(model, WEIGHT_DECAY), lr=args.lr, betas=(0.9, 0.95), fused=True
-    )
+    trained_model = torch.compile(model) if args.compile else model
+    groups = gpt.weight_decay_groups(model, WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     half = args.dtype in ("bfloat16", "float16")
     autocast = torch.autocast(device.type, getattr(torch, args.dtype) if half else None, enabled=half)
@@ -59,11 +54,10 @@ def train(args, run):
         optimizer.load_state_dict(run.checkpoint["optimizer"])
         scaler.load_state_dict(run.checkpoint["scaler"])
         step, metrics = run.checkpoint["step"], run.checkpoint["metrics"]
-    describe(args, run, model, step, f"{device}, 1 process", log)
+    log(gpt.describe(args, run, model, step))
 
-    signals = []  # a handler only takes note; the loop acts on it at the next log step
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: signals.append(signum))
+    signals = []
+    on_signal(lambda signum, frame: signals.append(signum))  # takes note; the loop acts at the next log step
     float_sum = torch.float32 if device.type == "mps" else torch.float64
     bad_step = torch.tensor(math.inf, dtype=float_sum, device=device)  # the first whose loss or gradient is not finite
     tokens_per_step = args.global_batch_size * args.context_length
@@ -101,63 +95,69 @@ def train(args, run):
             timed_steps += 1
         logging, evaluating = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
         if logging or evaluating:  # between these the host never waits for the device
-            loss, stop_signal, bad = step_loss.item(), max(signals, default=0), bad_step.item()
+            losses, stop_signal, bad = [step_loss.item()], max(signals, default=0), bad_step.item()
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
-                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (loss now {loss})")
+                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
             now = time.perf_counter()
             row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": group["lr"]}
             if logging:
-                row["train_loss"] = loss
+                row["train_loss"] = sum(losses) / len(losses)
                 row["tokens_per_second"] = timed_steps * tokens_per_step / (now - clock) if timed_steps else None
-                log_step(run, epoch, row, "", gradient_norm.item(), model, log)
+                log(gpt.describe_step(args, run, model, row, losses, gradient_norm.item()))
                 timed_steps, clock = 0, now
             if evaluating:
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
                 log(f"step {step}: validation loss {row['val_loss']:.6f}")
             metrics.append([row.get(name) for name in gpt.METRICS])
             if args.out and (evaluating or stop_signal):
-                if failure := save(args, run, model, optimizer, scaler, step, metrics):
+                failure = save(args, run, model, optimizer, scaler, step, metrics)
+                if failure:
                     stop(failure)
             clock += time.perf_counter() - now
         if step_of_epoch + 1 == run.steps_per_epoch:
             log(f"Epoch {epoch + 1} completed")
         if stop_signal:
-            saved = (
-                f"saved in {args.out}, add --resume to go on" if args.out else "nothing was saved, for want of --out"
-            )
+            saved = f"saved in {args.out}; --resume goes on" if args.out else "nothing was saved without --out"
             log(f"stopped by {signal.Signals(stop_signal).name} after step {step}: {saved}")
             break
     else:
         log(sample(model, run, device, autocast))
-        log(
-            f"written to {args.out}"
-            if args.out
-            else "nothing was written: --out DIR keeps a checkpoint and metrics.csv"
-        )
+        log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint")
     return stop_signal
 
 
 def evaluate(model, run, device, autocast, float_sum):
     """The mean loss in nats per token over every validation window once, without dropout."""
-    model.eval()
+    val_set = run.corpus.val_set
+    loader = DataLoader(val_set, run.forward_batch)
     loss_sum = torch.zeros((), dtype=float_sum, device=device)
+    model.eval()
     with torch.no_grad(), autocast:
-        for inputs, targets in DataLoader(run.val_set, batch_size=run.forward_batch):
-            inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            loss_sum += model(inputs, targets).loss * len(inputs)
+        for inputs, targets in loader:
+            loss_sum += model(inputs.to(device), targets.to(device)).loss * len(inputs)
     model.train()
-    return loss_sum.item() / len(run.val_set)
+    return loss_sum.item() / len(val_set)
+
+
+def sample(model, run, device, autocast):
+    """Text that the model writes after PROMPT."""
+    tokenizer = run.corpus.tokenizer
+    prompt = torch.tensor([tokenizer.encode_ordinary(PROMPT)], device=device)  # (1, n_tokens)
+    generator = torch.Generator(device).manual_seed(run.identity["seed"])
+    with autocast:
+        ids = gpt.generate(model, prompt, SAMPLE_TOKENS, tokenizer.n_vocab, temperature=0.8, generator=generator)
+    return "sample: " + tokenizer.decode(ids[0].tolist())
 
 
 def save(args, run, model, optimizer, scaler, step, metrics):
-    """Save all that a resumed run needs; returns the reason if that fails, else None."""
+    """Save what a resumed run needs; returns the reason if that fails, else None."""
     checkpoint = {
-        "model": model.state_dict(),  # of the raw module: its names carry no prefix of a wrapper
+        "model": model.state_dict(),  # of the raw module: no prefix of a wrapper in its names
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "step": step,
         "metrics": metrics,
-        "config": asdict(run.config),
+        "config": vars(run.config),
         "run": run.identity,
     }
     try:
@@ -166,163 +166,61 @@ def save(args, run, model, optimizer, scaler, step, metrics):
         return str(error)
 
 
-def sample(model, run, device, autocast):
-    """Text that the model writes after PROMPT."""
-    prompt = torch.tensor([run.tokenizer.encode_ordinary(PROMPT)], device=device)  # (1, n_tokens)
-    generator = torch.Generator(device).manual_seed(run.identity["seed"])
-    with autocast:
-        ids = gpt.generate(model, prompt, SAMPLE_TOKENS, run.tokenizer.n_vocab, temperature=0.8, generator=generator)
-    return f"sample: {run.tokenizer.decode(ids[0].tolist())}"
-
-
-def describe(args, run, model, step, where, log):
-    """Print the facts of a run before its first step."""
-    config, n_parameters = run.config, sum(p.numel() for p in model.parameters())
-    log(
-        f"preset {args.preset}: {config.n_layers} layers, {config.n_heads} heads, {config.emb_dim} wide, "
-        f"{config.context_length} tokens of context, {n_parameters:,} parameters"
-        + ("" if args.data else " (for the real thing: --preset gpt2 --data FILE)")
-    )
-    log(f"device {where}, {args.dtype}{', compiled' if args.compile else ''}, torch {torch.__version__}")
-    log(
-        f"corpus {args.data or 'built into Python'}, hash {run.identity['corpus']}: {args.tokenizer} tokens in "
-        f"{len(run.train_set):,} windows to train on, {len(run.val_set):,} to validate"
-    )
-    log(
-        f"{args.global_batch_size} sequences per step = {run.forward_batch} per forward x {run.accumulation} accumulated "
-        f"x {run.n_processes} processes; {run.steps_per_epoch:,} steps per epoch, {run.total_steps:,} in all"
-    )
-    if step:
-        log(f"resumed from {args.out} after step {step}")
-
-
-def log_step(run, epoch, row, details, gradient_norm, model, log):
-    """Print one line about a step. MFU is the share of the GPUs' peak that the model's arithmetic uses."""
-    line = f"epoch {epoch + 1}  step {row['step']}/{run.total_steps}  loss {row['train_loss']:.6f}{details}"
-    line += f"  norm {gradient_norm:.3f}  lr {row['learning_rate']:.2e}"
-    if speed := row["tokens_per_second"]:
-        line += f"  {speed:,.0f} tokens/s"
-        if run.peak_flops:
-            line += f"  MFU {speed * gpt.flops_per_token(model) / (run.peak_flops * run.n_processes):.1%}"
-        seconds = (run.total_steps - row["step"]) * row["tokens"] / row["step"] / speed
-        line += f"  {timedelta(seconds=round(seconds))} left"
-    log(line)
-
-
 def stop(reason):
+    """End a run that cannot go on; the last checkpoint stays."""
     sys.exit(f"error: {reason}")
-
-
-def refuse(reason):
-    """End with one line and status 2: nothing has begun, and what is wrong can be mended on the command line."""
-    print(f"error: {reason}", file=sys.stderr)
-    sys.exit(2)
 
 
 def prepare(args, n_processes=1):
     """Make ready what a run needs. All that can be refused is refused here, as ValueError or OSError."""
-    tokenizer = data.get_tokenizer(args.tokenizer)
-    config = gpt.GPTConfig(
-        vocab_size=math.ceil(tokenizer.n_vocab / 64) * 64,  # whole tiles for the GPU's matrix units
-        context_length=args.context_length,
-        emb_dim=gpt.PRESETS[args.preset].emb_dim,
-        n_heads=gpt.PRESETS[args.preset].n_heads,
-        n_layers=gpt.PRESETS[args.preset].n_layers,
-        drop_rate=args.drop_rate,
+    corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
+    forward_batch, accumulation, steps_per_epoch = data.plan_steps(
+        len(corpus.train_set), args.global_batch_size, args.batch_size, n_processes
     )
-    forward_batch, accumulation = data.batch_plan(args.global_batch_size, args.batch_size, n_processes)
-    tokens = data.load_tokens(args.data, tokenizer)
-    train_set, val_set = data.split_tokens(tokens, args.context_length, tokenizer.n_vocab)
-    steps_per_epoch = len(train_set) // args.global_batch_size
-    if not steps_per_epoch:
-        raise ValueError(
-            f"the corpus has {len(train_set):,} windows of {args.context_length} tokens to train on, one step needs "
-            f"{args.global_batch_size}: give a longer --data, or a smaller --global-batch-size or --context-length"
-        )
-    identity = {
-        "tokenizer": args.tokenizer,
-        "corpus": data.fingerprint(tokens),
-        "seed": args.seed,
-        "global_batch_size": args.global_batch_size,
-    }
-    half = args.device == "cuda" and args.dtype in ("bfloat16", "float16")
+    config = gpt.config_for(args, corpus.tokenizer.n_vocab)
+    # A checkpoint goes on only where these are the same, since they decide which windows a step sees.
+    identity = {"tokenizer": args.tokenizer, "corpus": corpus.hash, "seed": args.seed}
+    identity["global_batch_size"] = args.global_batch_size
     return SimpleNamespace(
-        tokenizer=tokenizer,
-        config=config,
-        identity=identity,
-        train_set=train_set,
-        val_set=val_set,
+        corpus=corpus,
         n_processes=n_processes,
         forward_batch=forward_batch,
         accumulation=accumulation,
         steps_per_epoch=steps_per_epoch,
         total_steps=args.max_steps or args.epochs * steps_per_epoch,
-        peak_flops=gpt.peak_flops(torch.cuda.get_device_name()) if half else None,
+        config=config,
+        identity=identity,
         checkpoint=gpt.open_run_folder(args.out, args.resume, config, identity) if args.out else None,
     )
 
 
+def on_signal(handler):
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, handler)
+
+
+def refuse(reason):
+    """End with one line and status 2: nothing has begun yet."""
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
 def parse_args():
-    def positive(text):
-        value = int(text)
-        if value < 1:
-            raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-        return value
-
-    def positive_float(text):
-        value = float(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} must be above 0")
-        return value
-
-    parser = argparse.ArgumentParser(
-        description="Train a GPT on one device.", epilog="What has no default here has it from the preset."
-    )
+    parser = argparse.ArgumentParser(description="Train a GPT on one device.")
     parser.error = refuse
-    flag = parser.add_argument
-    flag("--preset", choices=gpt.PRESETS, help="model and recipe (default: tiny on a CPU, small on a GPU)")
-    flag("--data", metavar="FILE", help="UTF-8 text, or token ids as .npy or .bin (default: text that Python brings)")
-    flag("--tokenizer", choices=("bytes", "gpt2"))
-    flag("--context-length", type=positive, metavar="TOKENS", help="length of a sequence")
-    flag("--drop-rate", type=float, metavar="SHARE", help="dropout, from 0 to below 1")
-    flag("--batch-size", type=positive, metavar="SEQUENCES", help="per process and forward pass, at most")
-    flag("--global-batch-size", type=positive, metavar="SEQUENCES", help="per optimizer step, over all processes")
-    flag("--epochs", type=positive, help="passes over the corpus, counted from step 0 also with --resume")
-    flag("--max-steps", type=positive, metavar="STEPS", help="optimizer steps in all, in place of --epochs")
-    flag("--lr", type=positive_float, metavar="RATE", help="highest learning rate")
-    flag("--seed", type=int, default=123, help="of weights, data order and dropout (default: %(default)s)")
-    flag("--device", default="auto", help="auto, cpu, cuda or mps (default: the accelerator if there is one)")
-    flag("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16", "float64"))
-    flag("--compile", action="store_true", help="torch.compile: faster steps, half a minute later")
-    flag("--log-every", type=positive, default=10, metavar="STEPS", help="default: %(default)s")
-    flag("--eval-every", type=positive, default=250, metavar="STEPS", help="evaluate and save (default: %(default)s)")
-    flag("--out", metavar="DIR", help="keep checkpoint.pt and metrics.csv there (default: write nothing)")
-    flag("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
-    args = parser.parse_args()
-    if args.resume and not args.out:
-        parser.error("--resume needs --out DIR, the folder with the checkpoint")
-    try:
-        args.device = gpt.pick_device(args.device)
-        args.dtype = gpt.pick_dtype(args.dtype, args.device)
-    except ValueError as error:
-        parser.error(error)
-    args.preset = args.preset or ("tiny" if args.device == "cpu" else "small")
-    for name, value in gpt.PRESETS[args.preset]._asdict().items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-    return args
+    gpt.add_flags(parser)
+    return parser.parse_args()
 
 
 def main():
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
+    on_signal(lambda signum, frame: sys.exit(128 + signum))
     args = parse_args()
     try:
-        run = prepare(args)
+        gpt.resolve_flags(args)
+        prepare(args)
     except (ValueError, OSError) as error:
         refuse(error)
-    if stop_signal := train(args, run):
-        sys.exit(128 + stop_signal)
+    sys.exit(128 + stop_signal if (stop_signal := train(args)) else 0)
 
 
 if __name__ == "__main__":
