@@ -11,6 +11,7 @@ What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train
 
 import argparse
 import gc
+import logging
 import math
 import os
 import signal
@@ -66,16 +67,16 @@ def train(local_rank, world_size, args):
     log = partial(print, flush=True) if rank == 0 else lambda line: None  # DDP 6: one process speaks for all
 
     train_set = run.corpus.train_set
-    # DDP 2: the epoch's permutation, dealt to the ranks in turn like cards; each gets as many
-    sampler = DistributedSampler(train_set, world_size, rank, shuffle=True, seed=args.seed, drop_last=True)
+    # DDP 2: every rank draws the same permutation of an epoch and takes each world_size-th window of it
+    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed)
     windows = data.SkipSampler(sampler)
-    loader = DataLoader(train_set, run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
+    loader = DataLoader(train_set, batch_size=run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
 
     torch.manual_seed(args.seed)
     model = gpt.GPT(run.config).to(device, torch.float64 if args.dtype == "float64" else torch.float32)
     # DDP 3: gives all ranks the weights of rank 0, and averages their gradients while backward() runs
     ddp_model = DDP(model, device_ids=[local_rank] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    trained_model = torch.compile(ddp_model) if args.compile else ddp_model
+    ddp_model = torch.compile(ddp_model) if args.compile else ddp_model
     groups = gpt.weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
@@ -84,16 +85,11 @@ def train(local_rank, world_size, args):
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 
-    step, metrics = 0, []
-    if run.checkpoint:
-        model.load_state_dict(run.checkpoint["model"])
-        optimizer.load_state_dict(run.checkpoint["optimizer"])
-        scaler.load_state_dict(run.checkpoint["scaler"])
-        step, metrics = run.checkpoint["step"], run.checkpoint["metrics"]
+    step, metrics = restore(run.checkpoint, model, optimizer, scaler)
     log(gpt.describe(args, run, model, step) + f"\nbackend {dist.get_backend()}")
     # DDP 8: ranks that read different files would train in silence on who knows what
-    check_same("corpus", int(run.corpus.hash, 16), rank, device, "the text built into Python differs between versions")
-    check_same("first step", step, rank, device, "--out must be one folder that all machines share")
+    check_same("corpus", run.corpus.hash, "the text built into Python differs between its versions")
+    check_same("first step", step + 1, "--out must be one folder that all machines share")
 
     signals = []
     on_signal(lambda signum, frame: signals.append(signum))  # takes note; the loop acts at the next log step
@@ -118,7 +114,7 @@ def train(local_rank, world_size, args):
             # DDP 4: average once per step, in its last backward(); the forward sets this up, so it stands inside too
             with nullcontext() if micro_step + 1 == run.accumulation else ddp_model.no_sync():
                 with autocast:
-                    loss = trained_model(inputs, targets).loss / run.accumulation
+                    loss = ddp_model(inputs, targets).loss / run.accumulation
                 scaler.scale(loss).backward()
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # clipping must see the true gradient
@@ -138,11 +134,11 @@ def train(local_rank, world_size, args):
         logging, evaluating = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
         if logging or evaluating:  # between these the host never waits for the device
             # DDP 5: a rank's loss is that of its own windows; the loss of the step is the mean over the ranks
-            report = torch.stack([step_loss, step_loss.new_tensor(max(signals, default=0)), bad_step])
-            losses, stop_signals, bad_steps = gather(report).T.tolist()
-            stop_signal, bad = int(max(stop_signals)), min(bad_steps)
+            reports = gather((step_loss.item(), max(signals, default=0), bad_step.item()))
+            losses, stop_signals, bad_steps = zip(*reports)
+            stop_signal, bad = max(stop_signals), min(bad_steps)
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
-                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})", rank)
+                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
             now = time.perf_counter()
             row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": group["lr"]}
             if logging:
@@ -151,15 +147,16 @@ def train(local_rank, world_size, args):
                 log(gpt.describe_step(args, run, model, row, losses, gradient_norm.item()))
                 timed_steps, clock = 0, now
             if evaluating:
-                checksum = gpt.checksum(model)  # DDP 8: replicas must never differ, not by a bit
-                check_same("model", checksum, rank, device, "a step was not synchronized, or a GPU computes wrongly")
-                row["val_loss"] = evaluate(model, run, device, autocast, float_sum, rank, world_size)
+                # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
+                check_same("model", gpt.checksum(model), "a step was not synchronized, or its hardware is faulty")
+                row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
                 log(f"step {step}: validation loss {row['val_loss']:.6f}")
             metrics.append([row.get(name) for name in gpt.METRICS])
             if args.out and (evaluating or stop_signal):
                 failure = save(args, run, model, optimizer, scaler, step, metrics) if rank == 0 else None  # DDP 6
-                if gather(torch.tensor(bool(failure), device=device)).any():  # DDP 6: all stop if rank 0 must
-                    stop(failure, rank)
+                failure = gather(failure)[0]  # DDP 6: all stop if rank 0 must
+                if failure:
+                    stop(failure)
             clock += time.perf_counter() - now
         if step_of_epoch + 1 == run.steps_per_epoch:
             log(f"Epoch {epoch + 1} completed")
@@ -171,7 +168,7 @@ def train(local_rank, world_size, args):
         if rank == 0:  # DDP 6: the raw module waits for no other rank
             log(sample(model, run, device, autocast))
         log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint")
-    del model, ddp_model, trained_model, optimizer  # DDP 1: for cleanup() to collect
+    del model, ddp_model, optimizer  # DDP 1: for cleanup() to collect
     cleanup()  # DDP 1: after success alone; it could wait for ever for a rank that failed
     sys.exit(128 + stop_signal if stop_signal else 0)
 
@@ -184,24 +181,24 @@ def pick_device(device_type, local_rank, local_world_size):  # DDP 1: a device f
     return torch.device(device_type, local_rank)
 
 
-def gather(tensor):  # DDP 5: what each rank has, on every rank
-    """A tensor of shape (world_size, *tensor.shape)."""
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor)
-    return torch.stack(rows)
+def gather(value):  # DDP 5: what every rank has, as a list, on every rank
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def check_same(what, number, rank, device, hint):  # DDP 8: stops all ranks where one differs
-    numbers = gather(torch.tensor(number, device=device)).tolist()
-    if different := [str(r) for r, other in enumerate(numbers) if other != numbers[0]]:
-        stop(f"the {what} of rank {', '.join(different)} is not that of rank 0: {hint}", rank)
+def check_same(what, value, hint):  # DDP 8: stops all ranks where one differs
+    values = gather(value)
+    if different := [str(rank) for rank, other in enumerate(values) if other != values[0]]:
+        stop(f"the {what} of rank {', '.join(different)} is not that of rank 0: {hint}")
 
 
-def evaluate(model, run, device, autocast, float_sum, rank, world_size):
+def evaluate(model, run, device, autocast, float_sum):
     """The mean loss in nats per token over every validation window once, without dropout."""
     val_set = run.corpus.val_set
-    share = range(rank, len(val_set), world_size)  # DDP 7: DistributedSampler would repeat windows to even it out
-    loader = DataLoader(val_set, run.forward_batch, sampler=share)
+    # DDP 7: each window once; DistributedSampler would repeat some, to give all ranks as many
+    share = range(dist.get_rank(), len(val_set), dist.get_world_size())
+    loader = DataLoader(val_set, batch_size=run.forward_batch, sampler=share)
     loss_sum = torch.zeros((), dtype=float_sum, device=device)
     model.eval()
     with torch.no_grad(), autocast:
@@ -223,7 +220,7 @@ def sample(model, run, device, autocast):
 
 
 def save(args, run, model, optimizer, scaler, step, metrics):
-    """Save what a resumed run needs; returns the reason if that fails, else None."""
+    """Save what `restore` needs; returns the reason if that fails, else None."""
     checkpoint = {
         "model": model.state_dict(),  # of the raw module: no prefix of a wrapper in its names
         "optimizer": optimizer.state_dict(),
@@ -239,33 +236,37 @@ def save(args, run, model, optimizer, scaler, step, metrics):
         return str(error)
 
 
-def stop(reason, rank):
+def restore(checkpoint, model, optimizer, scaler):
+    """Go back to where `save` was called; returns the last step done and the rows of metrics up to it."""
+    if checkpoint is None:
+        return 0, []
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["metrics"]
+
+
+def stop(reason):
     """End a run that cannot go on; the last checkpoint stays."""
+    rank = dist.get_rank()
     cleanup()  # DDP 6: all ranks come here together
     sys.exit(f"error: {reason}" if rank == 0 else 1)
 
 
-def prepare(args, n_processes):
+def prepare(args, n_processes=1):
     """Make ready what a run needs. All that can be refused is refused here, as ValueError or OSError."""
     corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
-    forward_batch, accumulation, steps_per_epoch = data.plan_steps(
+    run = SimpleNamespace(corpus=corpus, n_processes=n_processes)
+    run.forward_batch, run.accumulation, run.steps_per_epoch = data.plan_steps(
         len(corpus.train_set), args.global_batch_size, args.batch_size, n_processes
     )
-    config = gpt.config_for(args, corpus.tokenizer.n_vocab)
-    # A checkpoint goes on only where these are the same, since they decide which windows a step sees.
-    identity = {"tokenizer": args.tokenizer, "corpus": corpus.hash, "seed": args.seed}
-    identity["global_batch_size"] = args.global_batch_size
-    return SimpleNamespace(
-        corpus=corpus,
-        n_processes=n_processes,
-        forward_batch=forward_batch,
-        accumulation=accumulation,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=args.max_steps or args.epochs * steps_per_epoch,
-        config=config,
-        identity=identity,
-        checkpoint=gpt.open_run_folder(args.out, args.resume, config, identity) if args.out else None,
-    )
+    run.total_steps = args.max_steps or args.epochs * run.steps_per_epoch
+    run.config = gpt.config_for(args, corpus.tokenizer.n_vocab)
+    # What else decides the losses: a checkpoint goes on only where it is the same.
+    run.identity = {"tokenizer": args.tokenizer, "corpus": corpus.hash, "seed": args.seed}
+    run.identity["global_batch_size"] = args.global_batch_size
+    run.checkpoint = gpt.open_run_folder(args.out, args.resume, run.config, run.identity) if args.out else None
+    return run
 
 
 def on_signal(handler):
@@ -322,6 +323,7 @@ def main():
         for process in active_children():
             process.terminate()
 
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no word on those that join() ends
     on_signal(pass_on)  # DDP 1: the processes agree where to stop, and join waits for them
     try:
         spawn(train, args=(world_size, args), nprocs=args.nproc, join=True)  # DDP 1: train(0, ...), train(1, ...), ...

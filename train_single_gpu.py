@@ -35,7 +35,7 @@ def train(args):
     train_set = run.corpus.train_set
     sampler = RandomSampler(train_set, generator=torch.Generator())
     windows = data.SkipSampler(sampler)
-    loader = DataLoader(train_set, run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
+    loader = DataLoader(train_set, batch_size=run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
 
     torch.manual_seed(args.seed)
     model = gpt.GPT(run.config).to(device, torch.float64 if args.dtype == "float64" else torch.float32)
@@ -48,12 +48,7 @@ def train(args):
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 
-    step, metrics = 0, []
-    if run.checkpoint:
-        model.load_state_dict(run.checkpoint["model"])
-        optimizer.load_state_dict(run.checkpoint["optimizer"])
-        scaler.load_state_dict(run.checkpoint["scaler"])
-        step, metrics = run.checkpoint["step"], run.checkpoint["metrics"]
+    step, metrics = restore(run.checkpoint, model, optimizer, scaler)
     log(gpt.describe(args, run, model, step))
 
     signals = []
@@ -129,7 +124,7 @@ def train(args):
 def evaluate(model, run, device, autocast, float_sum):
     """The mean loss in nats per token over every validation window once, without dropout."""
     val_set = run.corpus.val_set
-    loader = DataLoader(val_set, run.forward_batch)
+    loader = DataLoader(val_set, batch_size=run.forward_batch)
     loss_sum = torch.zeros((), dtype=float_sum, device=device)
     model.eval()
     with torch.no_grad(), autocast:
@@ -150,7 +145,7 @@ def sample(model, run, device, autocast):
 
 
 def save(args, run, model, optimizer, scaler, step, metrics):
-    """Save what a resumed run needs; returns the reason if that fails, else None."""
+    """Save what `restore` needs; returns the reason if that fails, else None."""
     checkpoint = {
         "model": model.state_dict(),  # of the raw module: no prefix of a wrapper in its names
         "optimizer": optimizer.state_dict(),
@@ -166,6 +161,16 @@ def save(args, run, model, optimizer, scaler, step, metrics):
         return str(error)
 
 
+def restore(checkpoint, model, optimizer, scaler):
+    """Go back to where `save` was called; returns the last step done and the rows of metrics up to it."""
+    if checkpoint is None:
+        return 0, []
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["metrics"]
+
+
 def stop(reason):
     """End a run that cannot go on; the last checkpoint stays."""
     sys.exit(f"error: {reason}")
@@ -174,24 +179,17 @@ def stop(reason):
 def prepare(args, n_processes=1):
     """Make ready what a run needs. All that can be refused is refused here, as ValueError or OSError."""
     corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
-    forward_batch, accumulation, steps_per_epoch = data.plan_steps(
+    run = SimpleNamespace(corpus=corpus, n_processes=n_processes)
+    run.forward_batch, run.accumulation, run.steps_per_epoch = data.plan_steps(
         len(corpus.train_set), args.global_batch_size, args.batch_size, n_processes
     )
-    config = gpt.config_for(args, corpus.tokenizer.n_vocab)
-    # A checkpoint goes on only where these are the same, since they decide which windows a step sees.
-    identity = {"tokenizer": args.tokenizer, "corpus": corpus.hash, "seed": args.seed}
-    identity["global_batch_size"] = args.global_batch_size
-    return SimpleNamespace(
-        corpus=corpus,
-        n_processes=n_processes,
-        forward_batch=forward_batch,
-        accumulation=accumulation,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=args.max_steps or args.epochs * steps_per_epoch,
-        config=config,
-        identity=identity,
-        checkpoint=gpt.open_run_folder(args.out, args.resume, config, identity) if args.out else None,
-    )
+    run.total_steps = args.max_steps or args.epochs * run.steps_per_epoch
+    run.config = gpt.config_for(args, corpus.tokenizer.n_vocab)
+    # What else decides the losses: a checkpoint goes on only where it is the same.
+    run.identity = {"tokenizer": args.tokenizer, "corpus": corpus.hash, "seed": args.seed}
+    run.identity["global_batch_size"] = args.global_batch_size
+    run.checkpoint = gpt.open_run_folder(args.out, args.resume, run.config, run.identity) if args.out else None
+    return run
 
 
 def on_signal(handler):
