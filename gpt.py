@@ -14,6 +14,7 @@ import math
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +24,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# The logits are the largest tensor of a training step. Making them in parts, each freed before the next, saves
-# gigabytes (3 GB at 32 x 1024 tokens) and costs nothing measurable.
+# The logits are the largest tensors of a training step: 3 GB at 32 x 1024 tokens in 16 bits, twice that in 32. Made in
+# parts, nothing of them outlives its part but the float32 softmax that backward() needs.
 LOSS_PARTS = 8
 
 
@@ -45,8 +46,9 @@ class GPTConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, it is {getattr(self, name)}")
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} must be a whole number above 0, it is {value}")
         if self.emb_dim % self.n_heads:
             raise ValueError(f"emb_dim {self.emb_dim} must be a multiple of n_heads {self.n_heads}")
         if not 0 <= self.drop_rate < 1:
@@ -172,7 +174,10 @@ class GPT(nn.Module):
 
         `token_ids` and `targets` are int64 of shape (batch, n_tokens), n_tokens at most `context_length`.
         """
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        n_tokens = token_ids.shape[1]
+        if n_tokens > self.config.context_length:  # a GPU would fail later, and name no reason
+            raise ValueError(f"{n_tokens} tokens are more than the context_length {self.config.context_length}")
+        positions = torch.arange(n_tokens, device=token_ids.device)
         x = self.drop_emb(self.tok_emb(token_ids) + self.pos_emb(positions))  # (batch, n_tokens, emb_dim)
         x = self.final_norm(self.trf_blocks(x))
         if targets is None:
@@ -219,42 +224,46 @@ def generate(model, token_ids, max_new_tokens, n_vocab, temperature=1.0, top_k=N
 
     `n_vocab` is the tokenizer's vocabulary: the ids with which the model's is padded are never drawn. Temperature 0
     takes the likeliest id. Pass the raw module, not its DDP wrapper: one process can then generate alone. Random
-    numbers come from `generator` (a fresh one if None), never from the global state.
+    numbers come from `generator` (a fresh one if None), never from the global state. Raises ValueError for an empty
+    start and for numbers out of range; the model's train/eval mode stays what it was.
     """
     if token_ids.shape[1] < 1:
         raise ValueError("generate needs at least one id to start from")
     if not 1 <= n_vocab <= model.config.vocab_size:
         raise ValueError(f"n_vocab must be from 1 to {model.config.vocab_size}, it is {n_vocab}")
-    if temperature < 0:
-        raise ValueError(f"temperature must be at least 0, it is {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be at least 0 and finite, it is {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, it is {top_k}")
     if generator is None:
         generator = torch.Generator(token_ids.device)
         generator.seed()
-    was_training = model.training
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
-    for _ in range(max_new_tokens):
-        context = token_ids[:, -model.config.context_length :]
-        logits = model(context).logits[:, -1, :n_vocab].float()  # (batch, n_vocab)
-        if top_k is not None:
-            kept = logits.topk(min(top_k, n_vocab))
-            logits = torch.full_like(logits, -math.inf).scatter(1, kept.indices, kept.values)
-        if temperature == 0:
-            next_ids = logits.argmax(dim=-1, keepdim=True)  # (batch, 1)
-        else:
-            probabilities = torch.softmax(logits / temperature, dim=-1)
-            next_ids = torch.multinomial(probabilities, num_samples=1, generator=generator)
-        token_ids = torch.cat((token_ids, next_ids), dim=1)
-    model.train(was_training)
+    try:
+        for _ in range(max_new_tokens):
+            context = token_ids[:, -model.config.context_length :]
+            logits = model(context).logits[:, -1, :n_vocab].float()  # (batch, n_vocab)
+            if top_k is not None:
+                kept = logits.topk(min(top_k, n_vocab))
+                logits = torch.full_like(logits, -math.inf).scatter(1, kept.indices, kept.values)
+            if temperature < 1e-6:  # 0, or so little that the division would overflow
+                next_ids = logits.argmax(dim=-1, keepdim=True)  # (batch, 1)
+            else:
+                probabilities = torch.softmax(logits / temperature, dim=-1)
+                next_ids = torch.multinomial(probabilities, num_samples=1, generator=generator)
+            token_ids = torch.cat((token_ids, next_ids), dim=1)
+    finally:
+        for module in in_training:
+            module.training = True
     return token_ids
 
 
 def flops_per_token(model):
     """Floating-point operations of forward and backward for one token of a full context.
 
-    6 N + 12 L T C, with N parameters in matrix products (all but the positions), L layers, T tokens of context and
-    width C: Chowdhery et al., "PaLM", 2022, appendix B.
+    6 N + 12 L T C, with N parameters (all but the positions, which are only looked up), L layers, T tokens of context
+    and width C: Chowdhery et al., "PaLM", 2022, appendix B.
     """
     config = model.config
     n_parameters = sum(p.numel() for p in model.parameters()) - model.pos_emb.weight.numel()
@@ -317,7 +326,7 @@ def add_flags(parser):
         help=f"per optimizer step, over all processes (default: {_of_presets('global_batch_size')})",
     )
     flag("--epochs", type=count, help=f"passes over the corpus, from step 0 (default: {_of_presets('epochs')})")
-    flag("--max-steps", type=count, metavar="STEPS", help="optimizer steps from step 0, in place of --epochs")
+    flag("--max-steps", type=count, metavar="STEPS", help="from step 0, in place of --epochs (default: by --epochs)")
     flag("--lr", type=rate, metavar="RATE", help=f"highest learning rate (default: {_of_presets('lr')})")
     flag(
         "--seed",
@@ -334,7 +343,7 @@ def add_flags(parser):
         help="of matrix products (default: bfloat16 on a GPU that has it, float16 on an older one, float32 on a CPU)",
     )
     flag("--compile", action="store_true", help="torch.compile: faster steps after half a minute (default: off)")
-    flag("--log-every", type=count, default=10, metavar="STEPS", help="(default: %(default)s)")
+    flag("--log-every", type=count, default=10, metavar="STEPS", help="print the loss (default: %(default)s)")
     flag("--eval-every", type=count, default=250, metavar="STEPS", help="evaluate and save (default: %(default)s)")
     flag("--out", metavar="DIR", help="keep checkpoint.pt and metrics.csv there (default: write nothing)")
     flag("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one (default: off)")
@@ -390,30 +399,37 @@ def config_for(args, n_vocab):
 # ----------------------------------------------------------------------------------------------------------------------
 # What a run shows
 
-# Dense 16-bit peaks from the vendors' data sheets, in FLOP/s; the first entry whose words all stand in the name counts.
+# Dense 16-bit peaks from the vendors' data sheets, in FLOP/s.
 PEAK_FLOPS = {
     "B200": 2250e12,
-    "H200": 989e12,
     "GH200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
     "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIE": 756e12,
     "A100": 312e12,
+    "A100 PCIE": 312e12,
     "L40S": 362e12,
     "A10G": 70e12,
     "A10": 125e12,
     "L4": 121e12,
     "V100": 125e12,
+    "V100 PCIE": 112e12,
     "T4": 65e12,
-    "4090": 165e12,
-    "3090": 71e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
 }
 
 
 def peak_flops(device_name):
-    """Dense 16-bit FLOP/s of a GPU by the name that `torch.cuda.get_device_name` gives, or None if not known."""
-    words = set(re.split(r"[ -]", device_name))
-    return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
+    """Dense 16-bit FLOP/s of a GPU by the name that `torch.cuda.get_device_name` gives, or None if not known.
+
+    Brand, socket and memory size do not matter; any other word, such as Laptop, Ti or MIG, can mean a slower chip.
+    """
+    words = re.split(r"[ -]", device_name.upper())
+    neutral = re.compile(r"NVIDIA|TESLA|GEFORCE|SXM\d?|\d+GB|HBM\d\w?")
+    return PEAK_FLOPS.get(" ".join(word for word in words if not neutral.fullmatch(word)))
 
 
 def describe(args, run, model, step):
@@ -425,11 +441,12 @@ def describe(args, run, model, step):
         f"preset {args.preset}: {config.n_layers} layers, {config.n_heads} heads, {config.emb_dim} wide, "
         f"{config.context_length} tokens of context, {n_parameters:,} parameters"
         + ("" if args.data else "; for the real thing: --preset gpt2 --data FILE"),
-        f"device {args.device}, {processes}, {args.dtype}{', compiled' if args.compile else ''}, torch {torch.__version__}",
+        f"device {args.device}, {processes}, {args.dtype}{', compiled' if args.compile else ''}, "
+        f"torch {torch.__version__}",
         f"corpus {args.data or 'built into Python'}, hash {corpus.hash}, {args.tokenizer} tokens: "
         f"{len(corpus.train_set):,} windows to train on, {len(corpus.val_set):,} to validate",
-        f"{args.global_batch_size} sequences per step = {run.forward_batch} per forward x {run.accumulation} accumulated "
-        f"x {processes}; {run.steps_per_epoch:,} steps per epoch, {run.total_steps:,} in all",
+        f"{args.global_batch_size} sequences per step = {run.forward_batch} per forward x {run.accumulation} "
+        f"accumulated x {processes}; {run.steps_per_epoch:,} steps per epoch, {run.total_steps:,} in all",
     ]
     return "\n".join(lines + [f"resumed after step {step}"] * bool(step))
 
@@ -466,51 +483,64 @@ CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "step", "metrics", "config", 
 def save_checkpoint(folder, checkpoint):
     """Write `folder/checkpoint.pt`, and `folder/metrics.csv` from the rows in it, so that a kill loses neither.
 
-    Each is written beside its place, flushed to disk and renamed: whoever reads sees the old file or the new one, never
-    a part. Raises OSError with the path and the reason; the earlier files are then untouched.
+    Both are written beside their places and flushed to disk, then renamed: whoever reads sees an old file or a new one,
+    never a part. Raises OSError with the path and the reason; the earlier files are then untouched.
     """
-
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([METRICS, *checkpoint["metrics"]])
-    _replace(Path(folder, "checkpoint.pt"), lambda file: torch.save(checkpoint, file))
-    _replace(Path(folder, "metrics.csv"), lambda file: file.write(table.getvalue().encode()))
-
-
-def _replace(path, write):
-    temporary = path.with_name(path.name + ".tmp")  # one fixed name: what a kill leaves, the next save overwrites
+    writers = {
+        Path(folder, "checkpoint.pt"): lambda file: torch.save(checkpoint, file),
+        Path(folder, "metrics.csv"): lambda file: file.write(table.getvalue().encode()),
+    }
+    # One fixed name for each: what a kill leaves, the next save overwrites.
+    temporary = {path: path.with_name(path.name + ".tmp") for path in writers}
     try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}: {error}") from error
+        for path, write in writers.items():
+            with open(temporary[path], "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in writers:
+            os.replace(temporary[path], path)
+    except (OSError, RuntimeError) as error:
+        # torch.save turns a full disk into a RuntimeError about file positions; the reason is what it arose from.
+        reason = error if isinstance(error, OSError) else error.__context__ or error
+        raise OSError(f"cannot write {path}: {reason}") from error
+    finally:
+        for path in writers:
+            with suppress(OSError):
+                temporary[path].unlink(missing_ok=True)
 
 
 def load_checkpoint(path):
     """The dictionary that `save_checkpoint` wrote, its tensors on the CPU and read from disk only when used.
 
-    `weights_only=True`: loading a file never runs code from it. Raises ValueError if it is no checkpoint of this project.
+    `weights_only=True`: loading a file never runs code from it. Raises FileNotFoundError, or ValueError if the file is
+    no checkpoint of this project.
     """
+    can_replace_mapped_file = os.name != "nt"  # where it cannot, the next save would fail
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=can_replace_mapped_file)
         missing = CHECKPOINT_KEYS - checkpoint.keys()
     except FileNotFoundError:
         raise
     except Exception as error:  # torch.load fails in as many ways as a file can be broken
-        raise ValueError(f"{path} is no checkpoint of this project, or it is damaged: {error!s:.200}") from error
+        reason = type(error).__name__  # its text may have many lines, and advise to load the file unsafely
+        raise ValueError(
+            f"{path} is no checkpoint of this project or is damaged ({reason}): move it away, or choose another --out"
+        ) from error
     if missing:
-        raise ValueError(f"{path} is no checkpoint of this project: it lacks {', '.join(sorted(missing))}")
+        raise ValueError(
+            f"{path} is no checkpoint of this project, it lacks {', '.join(sorted(missing))}: choose another --out"
+        )
     return checkpoint
 
 
 def open_run_folder(folder, resume, config, identity):
     """Make sure that a run can write to `folder`, and return the checkpoint there if `resume` is set and there is one.
 
-    Refuses, as ValueError or OSError, a folder that cannot be written, a checkpoint that the run would overwrite, and one
-    whose configuration or `identity` (what else decides the losses) is not the run's.
+    Refuses, as ValueError or OSError, a folder that cannot be written, a checkpoint that the run would overwrite, and
+    one whose configuration or `identity` (what else decides the losses) is not the run's.
     """
     path = Path(folder, "checkpoint.pt")
     try:
