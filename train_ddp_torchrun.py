@@ -10,11 +10,14 @@ What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train
     grep -n "# DDP [123]" train_ddp_torchrun.py
 """
 
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends each process without a traceback
+
 import argparse
 import gc
 import math
 import os
-import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -138,7 +141,7 @@ def train(rank, world_size, args):
         logging, evaluating = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
         if logging or evaluating:  # between these the host never waits for the device
             # DDP 5: a rank's loss is that of its own windows; the loss of the step is the mean over the ranks
-            reports = gather((step_loss.item(), max(signals, default=0), bad_step.item()))
+            reports = gather((step_loss.item(), signals[0] if signals else 0, bad_step.item()))
             losses, stop_signals, bad_steps = zip(*reports)
             stop_signal, bad = max(stop_signals), min(bad_steps)
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):

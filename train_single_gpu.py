@@ -5,9 +5,12 @@ python train_single_gpu.py --preset gpt2 --data corpus.txt --out runs/gpt2
 python train_single_gpu.py --preset gpt2 --data corpus.txt --out runs/gpt2 --resume
 """
 
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends each process without a traceback
+
 import argparse
 import math
-import signal
 import sys
 import time
 from functools import partial
@@ -90,7 +93,7 @@ def train(args):
             timed_steps += 1
         logging, evaluating = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
         if logging or evaluating:  # between these the host never waits for the device
-            losses, stop_signal, bad = [step_loss.item()], max(signals, default=0), bad_step.item()
+            losses, stop_signal, bad = [step_loss.item()], signals[0] if signals else 0, bad_step.item()
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
                 stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
             now = time.perf_counter()
