@@ -26,11 +26,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # DDP 1
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # DDP 3
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.distributed import DistributedSampler  # DDP 2
 
 import data
 import gpt
@@ -43,7 +43,7 @@ SAMPLE_TOKENS = 200
 TIMEOUT = timedelta(minutes=10)  # for a process that waits for another
 
 
-def setup(rank, world_size, device):
+def setup(rank, world_size, device):  # DDP 1
     """Join the group of `world_size` processes that train together, as number `rank`."""
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
     if sys.platform == "win32":  # PyTorch has neither nccl nor libuv there
@@ -54,15 +54,15 @@ def setup(rank, world_size, device):
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, serves, TIMEOUT)
     store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group(
+    dist.init_process_group(  # DDP 1: waits until all ranks are here
         backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=gpu
-    )  # DDP 1
+    )
 
 
-def cleanup():
+def cleanup():  # DDP 1
     """Leave the group. What still refers to it can abort the process at its exit, so garbage goes first."""
     gc.collect()
-    dist.destroy_process_group()  # DDP 1
+    dist.destroy_process_group()
 
 
 def train(rank, world_size, args):
@@ -74,15 +74,16 @@ def train(rank, world_size, args):
     log = partial(print, flush=True) if rank == 0 else lambda line: None  # DDP 6: one process speaks for all
 
     train_set = run.corpus.train_set
-    # DDP 2: every rank draws the same permutation of an epoch and takes each world_size-th window of it
-    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed)
+    # DDP 2: all ranks draw the same permutation of the windows; each takes every world_size-th of it, its own share
+    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed)  # DDP 2
     windows = data.SkipSampler(sampler)
     loader = DataLoader(train_set, batch_size=run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
 
     torch.manual_seed(args.seed)
     model = gpt.GPT(run.config).to(device, torch.float64 if args.dtype == "float64" else torch.float32)
     # DDP 3: gives all ranks the weights of rank 0, and averages their gradients while backward() runs
-    ddp_model = DDP(model, device_ids=[local_rank] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    gpus = [local_rank] if device.type == "cuda" else None
+    ddp_model = DDP(model, device_ids=gpus, gradient_as_bucket_view=True)  # DDP 3
     ddp_model = torch.compile(ddp_model) if args.compile else ddp_model
     groups = gpt.weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
