@@ -299,6 +299,7 @@ def add_flags(parser):
 
     count = number(int, lambda value: 0 < value < 2**31, "is not a whole number above 0")
     rate = number(float, lambda value: 0 < value < math.inf, "is not a number above 0")
+    share = number(float, lambda value: 0 <= value < 1, "is not from 0 to below 1")
     seed = number(int, lambda value: 0 <= value < 2**31, "is not from 0 to 2147483647")
     flag = parser.add_argument
     flag("--preset", choices=PRESETS, help="model and recipe (default: tiny on a CPU, small on a GPU)")
@@ -311,7 +312,7 @@ def add_flags(parser):
         help=f"of a sequence (default: {_of_presets('context_length')})",
     )
     flag(
-        "--drop-rate", type=float, metavar="SHARE", help=f"dropout, 0 to below 1 (default: {_of_presets('drop_rate')})"
+        "--drop-rate", type=share, metavar="SHARE", help=f"dropout, 0 to below 1 (default: {_of_presets('drop_rate')})"
     )
     flag(
         "--batch-size",
