@@ -1,0 +1,650 @@
+"""A run that is interrupted and resumed is the run that never stopped; a checkpoint is plain, whole, and never lost."""
+
+import importlib
+import io
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, SINGLE, SPAWN, TORCHRUN, command, read_metrics
+
+import data
+import gpt
+
+STEPS, STEPS_PER_EPOCH = 32, 14
+# Logs and saves fall on different steps, dropout is on, and every process accumulates.
+FLAGS = ("--context-length", 16, "--global-batch-size", 12, "--batch-size", 3, "--drop-rate", 0.1, "--seed", 7)
+EVERY = ("--max-steps", STEPS, "--log-every", 2, "--eval-every", 3)
+GUARD = 'if __name__ == "__main__":'
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Scripts that can be watched, found, and stopped at a chosen moment
+
+
+def hooked(folder, code):
+    """A copy of the project whose scripts run `code` before their main(), in every process."""
+    folder.mkdir(exist_ok=True)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    for script in SCRIPTS:
+        text = (folder / script).read_text()
+        assert text.count(GUARD) == 1
+        (folder / script).write_text(text.replace(GUARD, f"{code}\n\n{GUARD}"))
+    return folder
+
+
+# Calls `before_step(step, rank)` when a process begins a step.
+STEP_HOOK = """
+import os, signal, time
+scheduled_rate = gpt.learning_rate
+def learning_rate(step, *rest):
+    before_step(step, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    return scheduled_rate(step, *rest)
+gpt.learning_rate = learning_rate
+"""
+
+
+class Launch:
+    """A started script, both its outputs in one file. `mark` finds its processes, also those that left its group.
+
+    `before` stands before its command line, in which `replace` puts other words for a word; `env` adds to the environment.
+    """
+
+    def __init__(self, log, script, *flags, n=1, folder=ROOT, before=(), replace=types.MappingProxyType({}), **env):
+        self.log, self.mark = Path(log), f"LAUNCH_MARK={random.randbytes(8).hex()}"
+        words = [*before]
+        for word in command(script, *flags, n=n, folder=folder):
+            words += replace.get(word, [word])
+        # One thread each: tests start several runs at once, and threads that wait for a core spin.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}}
+        environment.update([self.mark.split("=")])
+        with open(self.log, "wb") as file:
+            self.process = subprocess.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+
+    @property
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def family(self):
+        """Ids and command lines of all its living processes, the launcher among them."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (path / "environ").read_bytes().split(b"\0"):
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # ended in between, or not ours
+                continue
+        return found
+
+    def ranks(self):
+        """Ids of the training processes of a DDP script, in the order of their start."""
+        return sorted(
+            pid
+            for pid, line in self.family().items()
+            if pid != self.process.pid and ("spawn_main" in line or "train_ddp_torchrun.py" in line)
+        )
+
+    def wait_for(self, condition, timeout=120):
+        """Wait until `condition(self)` or, for text, until the output matches it; a run that ends first fails."""
+        if isinstance(condition, str):
+            pattern = re.compile(condition, re.MULTILINE)
+            return self.wait_for(lambda launch: pattern.search(launch.text), timeout)
+        limit = time.monotonic() + timeout
+        while not (result := condition(self)):
+            if self.process.poll() is not None or time.monotonic() > limit:
+                self.kill()
+                pytest.fail(f"what was waited for never came (status {self.process.poll()})\n{self.text}")
+            time.sleep(0.02)
+        return result
+
+    def finish(self, timeout=120):
+        """Wait for the end and return the status; neither a hang nor an orphan passes."""
+        try:
+            status = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"no end after {timeout} s\n{self.text}")
+        limit = time.monotonic() + 10  # helpers of multiprocessing end a moment later
+        while orphans := self.family():
+            if time.monotonic() > limit:
+                self.kill()
+                pytest.fail(f"left running: {orphans}\n{self.text}")
+            time.sleep(0.05)
+        return status
+
+    def kill(self):
+        """`kill -9` for the whole family, as a power cut would."""
+        while family := self.family():
+            for pid in family:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.01)
+            self.process.poll()
+        self.process.wait()
+
+
+def small_text(path, n_bytes=3000):
+    path.write_text(data.builtin_text().encode("ascii", "ignore")[:n_bytes].decode())
+    return path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A text of 14 steps per epoch."""
+    return small_text(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+def refusal(script, *flags):
+    """What main() of a script says here, in this process, to what it must refuse before training."""
+
+    def began(*args, **kwargs):
+        raise AssertionError("not refused")
+
+    module = importlib.import_module(script.removesuffix(".py"))
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    torchrun = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(module, "train", began)
+        patch.setattr(module, "spawn", began, raising=False)
+        patch.setattr(sys, "argv", [script, *map(str, flags)])
+        for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            patch.setenv(name, str(value))
+        with pytest.raises(SystemExit) as end:
+            module.main()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    assert end.value.code == 2
+    assert stdout.getvalue() == ""
+    assert re.fullmatch(r"error: [^\n\x1b]+\n", stderr.getvalue()), stderr.getvalue()
+    return stderr.getvalue()
+
+
+@contextmanager
+def small_disk(folder):
+    """A file system of 16 MB, where this user may mount one."""
+    folder.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder)
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs leave to mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Exact resume
+
+# STOP_AT="5 9" sends the last rank signal 9 before step 5; STOP_AT="last rename" cuts the last save between its files.
+# READS is a folder that gets the training windows which each rank reads, in order.
+INTERRUPTIONS = (
+    STEP_HOOK
+    + f"""
+def before_step(step, rank):
+    global now
+    now = step, rank
+    at, number = os.environ.get("STOP_AT", "0 0").split()
+    last = torch.distributed.get_world_size() - 1 if torch.distributed.is_initialized() else 0
+    if at == str(step) and rank == last:
+        os.kill(os.getpid(), int(number))
+
+fetch = data.TokenDataset.__getitems__
+def recorded_fetch(self, indices):
+    if len(self) >= 12 * {STEPS_PER_EPOCH}:  # the training set
+        with open(os.path.join(os.environ["READS"], f"rank{{now[1]}}.txt"), "a") as file:
+            file.write("".join(f"{{index}}\\n" for index in indices))
+    return fetch(self, indices)
+data.TokenDataset.__getitems__ = recorded_fetch
+
+rename = os.replace
+renames = []
+def counted_rename(source, target):
+    rename(source, target)
+    if os.environ.get("STOP_AT") == "last rename" and now[0] == {STEPS}:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace = counted_rename
+"""
+)
+
+
+class Ending:
+    """What a run, or a chain of runs that resume each other, leaves."""
+
+    def __init__(self, folder):
+        self.out, self.logs, self.statuses, self.reads = folder / "out", [], [], []
+        self.folder = folder
+        folder.mkdir()
+
+    def launch(self, copy, corpus, script, n, *flags, stop_at="0 0"):
+        number = len(self.reads)
+        self.reads.append(self.folder / f"reads{number}")
+        self.reads[-1].mkdir()
+        return Launch(
+            self.folder / f"log{number}.txt",
+            script,
+            *("--data", corpus, *FLAGS, *EVERY, "--out", self.out, *flags),
+            n=n,
+            folder=copy,
+            READS=self.reads[-1],
+            STOP_AT=stop_at,
+        )
+
+    def finish(self, launch):
+        self.statuses.append(launch.finish())
+        self.logs.append(launch.text)
+
+    def chain(self, copy, corpus, stages, *flags):
+        for script, n, stop_at in stages:
+            self.finish(self.launch(copy, corpus, script, n, "--resume", *flags, stop_at=stop_at))
+        return self
+
+    def windows(self, stage, rank):
+        return [int(line) for line in (self.reads[stage] / f"rank{rank}.txt").read_text().split()]
+
+    @property
+    def checkpoint(self):
+        return torch.load(self.out / "checkpoint.pt", weights_only=True)
+
+    @property
+    def metrics(self):
+        """metrics.csv without its last column, the speed."""
+        return [line.rpartition(",")[0] for line in (self.out / "metrics.csv").read_text().splitlines()]
+
+
+def undisturbed_and_chain(folder, corpus, reference, stages, *flags):
+    """The ending of an undisturbed run of (script, n), and that of a chain of (script, n, stop_at)."""
+    copy = hooked(folder / "code", INTERRUPTIONS)
+    undisturbed, chain = Ending(folder / "undisturbed"), Ending(folder / "chain")
+    launch = undisturbed.launch(copy, corpus, *reference, *flags)
+    chain.chain(copy, corpus, stages, *flags)
+    undisturbed.finish(launch)
+    assert undisturbed.statuses == [0], undisturbed.logs
+    assert chain.statuses[-1] == 0, chain.logs
+    return undisturbed, chain
+
+
+# Killed in mid-epoch two steps after a save; asked to stop, which happens at the epoch's last step; killed in the last
+# save, between its two files; and resumed to the end.
+MOMENTS = ("6 9", f"{STEPS_PER_EPOCH - 1} 15", "last rename", "0 0")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, corpus):
+    stages = [(SINGLE, 1, moment) for moment in MOMENTS]
+    return undisturbed_and_chain(tmp_path_factory.mktemp("one"), corpus, (SINGLE, 1), stages)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory, corpus):
+    stages = [(SPAWN, 2, MOMENTS[0]), (TORCHRUN, 2, MOMENTS[1]), (SPAWN, 2, MOMENTS[-1])]
+    return undisturbed_and_chain(tmp_path_factory.mktemp("two"), corpus, (SPAWN, 2), stages)
+
+
+def assert_same(a, b, where="checkpoint"):
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}[{index}]")
+    else:
+        assert a == b, where
+
+
+def without_speed(checkpoint):
+    return {**checkpoint, "metrics": [list(row[:-1]) for row in checkpoint["metrics"]]}
+
+
+def assert_same_ending(undisturbed, chain):
+    assert chain.checkpoint["step"] == STEPS
+    assert_same(without_speed(chain.checkpoint), without_speed(undisturbed.checkpoint))
+    assert chain.metrics == undisturbed.metrics
+    assert [line.split(",")[0] for line in chain.metrics[1:]] == [
+        str(step) for step in range(1, STEPS + 1) if step % 2 == 0 or step % 3 == 0
+    ]
+
+
+def assert_continued(chain):
+    """Each stage began where the last save was, so no interruption came at another moment than it should."""
+    assert all(status != 0 for status in chain.statuses[:-1]), chain.statuses
+    assert f"after step {STEPS_PER_EPOCH}: saved in {chain.out}" in chain.logs[1]
+    assert "resumed" not in chain.logs[0]
+    for log, step in zip(chain.logs[1:3], (3, STEPS_PER_EPOCH)):
+        assert f"resumed after step {step}\n" in log
+    assert sorted(os.listdir(chain.out)) == ["checkpoint.pt", "metrics.csv"]
+
+
+def test_one_process_interrupted_three_times_ends_bit_for_bit_as_one_never_stopped(one_process):
+    assert_continued(one_process[1])
+    assert_same_ending(*one_process)
+
+
+def test_two_processes_interrupted_twice_across_launchers_end_bit_for_bit_as_never_stopped(two_processes):
+    assert_continued(two_processes[1])
+    assert_same_ending(*two_processes)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_resumed_run_reads_the_next_windows_and_no_earlier_one(n, request):
+    undisturbed, chain = request.getfixturevalue("one_process" if n == 1 else "two_processes")
+    share = 12 // n
+    for rank in range(n):
+        windows = undisturbed.windows(0, rank)
+        assert len(windows) == STEPS * share
+        assert chain.windows(1, rank) == windows[3 * share : STEPS_PER_EPOCH * share]
+        assert chain.windows(2, rank) == windows[STEPS_PER_EPOCH * share :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, n", [(SPAWN, 1), (TORCHRUN, 2)])
+def test_each_ddp_script_alone_resumes_bit_for_bit(script, n, tmp_path, corpus):
+    stages = [(script, n, moment) for moment in MOMENTS]
+    undisturbed, chain = undisturbed_and_chain(tmp_path, corpus, (script, n), stages)
+    assert_continued(chain)
+    assert_same_ending(undisturbed, chain)
+
+
+def assert_close_ending(undisturbed, chain):
+    rows, expected = read_metrics(chain.out), read_metrics(undisturbed.out)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(rows, expected):
+        for name in ("learning_rate", "train_loss", "val_loss"):
+            assert (row[name] is None) == (other[name] is None)
+            assert row[name] is None or abs(row[name] - other[name]) <= 1e-9, (row, other)
+
+
+@pytest.mark.slow
+def test_three_processes_resume_within_1e_9_in_float64(tmp_path, corpus):
+    stages = [(script, 3, moment) for script, moment in zip((TORCHRUN, SPAWN, TORCHRUN, SPAWN), MOMENTS)]
+    undisturbed, chain = undisturbed_and_chain(tmp_path, corpus, (SPAWN, 3), stages, "--dtype", "float64")
+    assert_continued(chain)
+    assert_close_ending(undisturbed, chain)
+
+
+@pytest.mark.slow
+def test_a_chain_of_scripts_and_world_sizes_keeps_the_losses_of_one_run(tmp_path, corpus):
+    """Without dropout, whose masks are a rank's own and so differ between world sizes."""
+    stages = [(SINGLE, 1, "6 9"), (SPAWN, 2, "13 15"), (TORCHRUN, 3, "18 9"), (TORCHRUN, 2, "24 9"), (SPAWN, 3, "0 0")]
+    exact = ("--dtype", "float64", "--drop-rate", 0)
+    undisturbed, chain = undisturbed_and_chain(tmp_path, corpus, (SINGLE, 1), stages, *exact)
+    for log, step in zip(chain.logs[1:], (3, 14, 15, 21)):
+        assert f"resumed after step {step}\n" in log
+    assert_close_ending(undisturbed, chain)
+
+
+@pytest.fixture
+def finished(one_process, tmp_path):
+    """A folder with a copy of a finished run."""
+    return Path(shutil.copytree(one_process[0].out, tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def after_the_end(one_process, corpus, tmp_path_factory):
+    """A finished run resumed with the same flags, and resumed to 8 more steps: (folder, status, output) of each."""
+    folder = tmp_path_factory.mktemp("after")
+    launches = {}
+    for name, flags in {"same": (), "more": ("--max-steps", STEPS + 8)}.items():
+        out = shutil.copytree(one_process[0].out, folder / name)
+        flags = ("--data", corpus, *FLAGS, *EVERY, "--out", out, "--resume", *flags)
+        launches[name] = Launch(folder / f"{name}.txt", SINGLE, *flags)
+    return {name: (folder / name, launch.finish(), launch.text) for name, launch in launches.items()}
+
+
+def test_resuming_a_finished_run_prints_its_sample_and_changes_nothing(after_the_end, one_process):
+    out, status, text = after_the_end["same"]
+    assert status == 0, text
+    assert f"resumed after step {STEPS}\n" in text
+    assert "sample: The " in text
+    assert contents(out) == contents(one_process[0].out)
+
+
+def test_a_finished_run_goes_on_to_more_steps_with_the_learning_rate_of_the_new_horizon(after_the_end, one_process):
+    out, status, text = after_the_end["more"]
+    assert status == 0, text
+    before, rows = read_metrics(one_process[0].out), read_metrics(out)
+    assert rows[: len(before)] == before
+    new = rows[len(before) :]
+    assert [row["step"] for row in new] == [33, 34, 36, 38, 39, 40]
+    for row in new:
+        expected = gpt.learning_rate(row["step"], STEPS + 8, gpt.PRESETS["tiny"].lr)
+        assert row["learning_rate"] == pytest.approx(expected, rel=1e-12)
+    assert gpt.load_checkpoint(out / "checkpoint.pt")["step"] == STEPS + 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [SPAWN, TORCHRUN])
+def test_resuming_a_finished_run_prints_its_sample_once_from_several_processes(script, two_processes, corpus, tmp_path):
+    out = shutil.copytree(two_processes[0].out, tmp_path / "out")
+    launch = Launch(tmp_path / "log", script, "--data", corpus, *FLAGS, *EVERY, "--out", out, "--resume", n=2)
+    assert launch.finish() == 0, launch.text
+    assert launch.text.count("sample: The ") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a checkpoint holds, and which are refused
+
+
+def types_in(value):
+    if isinstance(value, dict):
+        return {type(value)}.union(*(types_in(x) for pair in value.items() for x in pair))
+    if isinstance(value, (list, tuple)):
+        return {type(value)}.union(*map(types_in, value))
+    return {type(value)}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_checkpoint_holds_tensors_and_plain_types_under_the_raw_names_of_the_model(n, request):
+    checkpoint = request.getfixturevalue("one_process" if n == 1 else "two_processes")[0].checkpoint
+    plain = {dict, list, tuple, str, int, float, bool, type(None), torch.Tensor}
+    found = types_in({**checkpoint, "model": dict(checkpoint["model"])})  # a state_dict is an OrderedDict
+    assert found <= plain, found - plain
+    model = gpt.GPT(gpt.GPTConfig(**checkpoint["config"]))
+    model.load_state_dict(checkpoint["model"], strict=True)
+    assert list(checkpoint["model"]) == list(model.state_dict())
+    assert {"tokenizer", "corpus", "seed", "global_batch_size"} <= checkpoint["run"].keys()
+    assert len(checkpoint["optimizer"]["state"]) == len(list(model.parameters()))
+    assert checkpoint["step"] == STEPS
+
+
+def test_metrics_csv_holds_the_rows_of_the_checkpoint(two_processes):
+    for ending in two_processes:
+        rows = [list(row.values()) for row in read_metrics(ending.out)]
+        assert rows == [list(row) for row in ending.checkpoint["metrics"]]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "flag, value, name, saved, given",
+    [
+        ("--context-length", 8, "context_length", 16, 8),
+        ("--drop-rate", 0.25, "drop_rate", 0.1, 0.25),
+        ("--tokenizer", "gpt2", "tokenizer", "bytes", "gpt2"),
+        ("--seed", 8, "seed", 7, 8),
+        ("--global-batch-size", 24, "global_batch_size", 12, 24),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(
+    script, flag, value, name, saved, given, finished, corpus
+):
+    before = (finished / "checkpoint.pt").read_bytes()
+    said = refusal(script, "--data", corpus, *FLAGS, *EVERY, "--out", finished, "--resume", flag, value)
+    file, _, rest = said.partition("checkpoint.pt")
+    assert str(finished) in file
+    assert {name, str(saved), str(given)} <= set(re.findall(r"[\w.]+", rest)), said
+    assert (finished / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_checkpoint_of_another_corpus_is_refused_with_both_hashes(script, finished, tmp_path):
+    other = small_text(tmp_path / "other.txt", 3500)
+    saved = torch.load(finished / "checkpoint.pt", weights_only=True)["run"]["corpus"]
+    hashed = data.open_corpus(str(other), "bytes", 16).hash
+    assert saved != hashed
+    said = refusal(script, "--data", other, *FLAGS, *EVERY, "--out", finished, "--resume")
+    assert str(finished / "checkpoint.pt") in said and saved in said and hashed in said
+
+
+class Code:
+    """Unpickling this makes a file: a checkpoint that runs code."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "kind", ["truncated", "empty", "text", "foreign pickle", "foreign torch.save", "weights alone", "a tensor"]
+)
+def test_a_file_that_is_no_checkpoint_is_refused_by_name_and_never_run(kind, script, finished, corpus, tmp_path):
+    path, ran = finished / "checkpoint.pt", tmp_path / "ran"
+    if kind == "truncated":
+        os.truncate(path, path.stat().st_size * 2 // 3)
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("step 3\nstep 4\n")
+    elif kind == "foreign pickle":
+        path.write_bytes(pickle.dumps({"model": Code(ran)}))
+    elif kind == "foreign torch.save":
+        torch.save({name: Code(ran) for name in gpt.CHECKPOINT_KEYS}, path)
+    else:
+        torch.save(torch.ones(3) if kind == "a tensor" else gpt.GPT(gpt.GPTConfig(64, 8, 8, 2, 1)).state_dict(), path)
+    said = refusal(script, "--data", corpus, *FLAGS, *EVERY, "--out", finished, "--resume")
+    assert str(path) in said and "no checkpoint of this project" in said
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_checkpoint_is_never_overwritten_by_a_run_that_did_not_say_resume(script, finished, corpus):
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in finished.iterdir()}
+    said = refusal(script, "--data", corpus, *FLAGS, *EVERY, "--out", finished)
+    assert str(finished / "checkpoint.pt") in said and "--resume" in said and "--out" in said
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in finished.iterdir()} == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Atomic
+
+
+def a_checkpoint(n_numbers=300_000):
+    state = {name: {} for name in gpt.CHECKPOINT_KEYS}
+    return {**state, "model": {"weight": torch.rand(n_numbers)}, "step": 1, "metrics": [[1, 2, 3.0, 4.0, None, None]]}
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 200_000, 1_000_000])
+def test_a_save_past_a_file_size_limit_says_why_and_leaves_the_earlier_checkpoint(limit, tmp_path):
+    gpt.save_checkpoint(tmp_path, a_checkpoint())
+    before = contents(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as failure:
+            gpt.save_checkpoint(tmp_path, a_checkpoint())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in str(failure.value)
+    assert contents(tmp_path) == before
+
+
+def test_a_save_on_a_full_disk_says_why_and_leaves_the_earlier_checkpoint(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        gpt.save_checkpoint(disk, a_checkpoint(2_500_000))
+        before = contents(disk)
+        with pytest.raises(OSError, match="No space left on device") as failure:
+            gpt.save_checkpoint(disk, a_checkpoint(2_500_000))
+        assert str(disk) in str(failure.value)
+        assert contents(disk) == before
+
+
+def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Flushed, then renamed within its folder: the other order could leave an empty file after a power cut."""
+    flushed, renamed = {}, []
+    fsync, rename = os.fsync, os.replace
+
+    def watched_fsync(file):
+        fsync(file)
+        flushed[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+    def watched_rename(source, target):
+        status = os.stat(source)
+        assert flushed[status.st_ino] == status.st_size > 0
+        assert Path(source).parent == Path(target).parent == tmp_path
+        renamed.append(Path(target).name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_rename)
+    gpt.save_checkpoint(tmp_path, a_checkpoint())
+    assert sorted(renamed) == ["checkpoint.pt", "metrics.csv"]
+
+
+# With the 20 of torchrun's restarts in test_faults.py, 52 moments.
+@pytest.mark.slow
+@pytest.mark.parametrize("script, n, kills", [(SINGLE, 1, 18), (SPAWN, 2, 14)])
+def test_no_kill_9_at_any_moment_loses_the_checkpoint(script, n, kills, tmp_path, corpus):
+    moments, steps = random.Random(script), 12 * kills
+    flags = ("--data", corpus, *FLAGS, "--max-steps", steps, "--log-every", 1, "--eval-every", 1)
+    out, saved, resumed = tmp_path / "out", 0, 0
+    undisturbed = Launch(tmp_path / "undisturbed.txt", script, *flags, "--out", tmp_path / "undisturbed", n=n)
+    for number in range(kills):
+        launch = Launch(tmp_path / "log", script, *flags, "--out", out, "--resume", n=n)
+        if moments.random() < 0.8:  # while it steps and saves
+            n_lines = moments.randint(1, 6)
+            launch.wait_for(lambda launch, n=n_lines: launch.text.count("validation loss") >= n)
+            time.sleep(moments.uniform(0, 0.15))
+        else:
+            time.sleep(moments.uniform(0, 6))
+        assert launch.process.poll() is None, f"kill {number} came too late\n{launch.text}"
+        launch.kill()
+        if begun := re.search(r"resumed after step (\d+)", launch.text):
+            assert int(begun[1]) == saved, "a checkpoint was lost"
+            resumed += 1
+        if (out / "checkpoint.pt").exists():
+            now = gpt.load_checkpoint(out / "checkpoint.pt")["step"]
+            printed = [int(step) for step in re.findall(r"step (\d+): validation loss", launch.text)]
+            assert now >= max([saved, *(step - 1 for step in printed)])
+            saved = now
+            assert set(os.listdir(out)) <= {
+                *("checkpoint.pt", "metrics.csv"),
+                *("checkpoint.pt.tmp", "metrics.csv.tmp"),
+            }
+        assert {path.name for path in corpus.parent.iterdir()} == {corpus.name, f"{corpus.name}.bytes.npy"}
+    last = Launch(tmp_path / "log", script, *flags, "--out", out, "--resume", n=n)
+    assert last.finish() == 0, last.text
+    assert undisturbed.finish() == 0, undisturbed.text
+    assert resumed >= kills // 2
+    assert sorted(os.listdir(out)) == ["checkpoint.pt", "metrics.csv"]
+    first, second = (gpt.load_checkpoint(folder / "checkpoint.pt") for folder in (out, tmp_path / "undisturbed"))
+    assert_same(without_speed(first), without_speed(second))
+    print(json.dumps({"script": script, "kills": kills, "lost": 0, "steps": steps}))
