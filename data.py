@@ -2,17 +2,18 @@
 
 Nothing here knows how many processes train. To tokenize ahead of a run, or to join many files:
 
-    python data.py corpus.txt                            # writes corpus.txt.gpt2.npy, which a run with --data corpus.txt uses
-    python data.py a.txt b.txt --output tokens.npy       # for --data tokens.npy; <|endoftext|> ends each file
+    python data.py corpus.txt                         # writes corpus.txt.gpt2.npy, which --data corpus.txt then uses
+    python data.py a.txt b.txt --output tokens.npy    # for --data tokens.npy; <|endoftext|> ends each file
 """
 
 import argparse
 import codecs
+import contextlib
 import hashlib
 import itertools
-import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,10 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import Dataset, Sampler
 
+TOKENIZERS = ("bytes", "gpt2")
 END_OF_TEXT = "<|endoftext|>"
-BLOCK_BYTES = 2**20  # read at once; memory grows with this and the number of cores, not with the file
+BLOCK_BYTES = 2**18  # read at once; memory grows with this and the number of threads, not with the file
+MAX_THREADS = 16  # more would only wait for the one that turns the ids into arrays
 HEADER_BYTES = 128  # numpy pads the header of a flat array to this for any length
 
 
@@ -46,48 +49,50 @@ def get_tokenizer(name):
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # no network, or a damaged file in the cache
         raise OSError(
-            "the gpt2 vocabulary could not be fetched: connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder "
-            f"that holds it, or choose --tokenizer bytes ({type(error).__name__})"
+            "the gpt2 vocabulary could not be fetched: connect to the network once, or set TIKTOKEN_CACHE_DIR to a "
+            f"folder that tiktoken filled elsewhere, or choose --tokenizer bytes ({type(error).__name__})"
         ) from error
 
 
 def load_tokens(path, tokenizer):
     """The token ids of a corpus as one flat integer array of shape (n_tokens,), a memory map where there is a file.
 
-    `path` is a UTF-8 text file, a ready `.npy` of integers, a raw little-endian uint16 `.bin` (nanoGPT's format), or None
-    for the text that comes with Python. A text file is tokenized once, into `<path>.<tokenizer>.npy` beside it, ended
-    by <|endoftext|>. Those ids are used again while the text keeps its size and modification time (a change that
+    `path` is a UTF-8 text file, a ready `.npy` of integers, a raw little-endian uint16 `.bin` (nanoGPT's format), or
+    None for the text that comes with Python. A text file is tokenized once, into `<path>.<tokenizer>.npy` beside it,
+    ended by <|endoftext|>. Those ids are used again while the text keeps its size and modification time (a change that
     keeps both is not seen). Raises ValueError or OSError with the reason and the way out.
     """
     if path is None:
-        return np.array([*tokenizer.encode_ordinary(builtin_text()), tokenizer.eot_token], dtype=np.uint16)
+        return np.array([*tokenizer.encode_ordinary(builtin_text()), tokenizer.eot_token])
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file {path}")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: join its files with python data.py FILE... --output tokens.npy")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty")
+    _check_file(path)
     if path.suffix == ".npy":
-        return _open_npy(path)
+        tokens = _open_npy(path)
+        made_with = _read_stamp(path, tokens).split(b" ")[0].decode(errors="replace")
+        if made_with in TOKENIZERS and made_with != tokenizer.name:  # a file from elsewhere says nothing
+            raise ValueError(f"{path} was made with --tokenizer {made_with}: give the same, not {tokenizer.name}")
+        return tokens
     if path.suffix == ".bin":
         if path.stat().st_size % 2:
             raise ValueError(f"{path} is no file of uint16 ids: its {path.stat().st_size:,} bytes are an odd number")
         return np.memmap(path, dtype="<u2", mode="r")
 
     cache = Path(f"{path}.{tokenizer.name}.npy")
-    stamp = _stamp(path, tokenizer)
-    if not _is_valid(cache, stamp):
-        try:
-            write_tokens([path], tokenizer, cache, stamp)
-        except OSError as error:
-            if error.filename == str(path):
-                raise
-            raise OSError(
-                f"cannot write {cache} ({error.strerror}): tokenize with python data.py {path} --tokenizer "
-                f"{tokenizer.name} --output tokens.npy, and give --data tokens.npy"
-            ) from error
-    return np.load(cache, mmap_mode="r")
+    stamp = _stamp(tokenizer, path)
+    with contextlib.suppress(OSError, ValueError):
+        tokens = _open_npy(cache)
+        if _read_stamp(cache, tokens) == stamp:
+            return tokens
+    try:
+        write_tokens([path], tokenizer, cache, stamp)
+    except OSError as error:
+        if error.filename == str(path):
+            raise
+        raise OSError(
+            f"{error}; tokenize with python data.py {path} --tokenizer {tokenizer.name} --output tokens.npy, and give "
+            "--data tokens.npy"
+        ) from error
+    return _open_npy(cache)
 
 
 def builtin_text():
@@ -97,71 +102,91 @@ def builtin_text():
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
+def _check_file(path):
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: join its files with python data.py FILE... --output tokens.npy")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+
+
 def _open_npy(path):
     try:
         tokens = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no .npy file of token ids, or it is damaged: {error!s:.200}") from error
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        is_flat_integer = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+    except OSError:
+        raise
+    except Exception as error:  # np.load fails in as many ways as a file can be broken
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is no .npy file of token ids, or it is damaged: {reason}") from error
+    if not is_flat_integer:
         raise ValueError(
             f"{path} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}"
         )
     return tokens
 
 
-def _stamp(path, tokenizer):
-    """What a cached token array was made from, as the bytes that end its file."""
-    source = path.stat()
-    return json.dumps([source.st_size, source.st_mtime_ns, tokenizer.name, tokenizer.n_vocab]).encode()
+def _stamp(tokenizer, source=None):
+    """What a token array was made from, as the bytes that follow it in its file, where np.load does not look."""
+    facts = [tokenizer.name, tokenizer.n_vocab]
+    if source:
+        facts += [source.stat().st_size, source.stat().st_mtime_ns]
+    return " ".join(map(str, facts)).encode()
 
 
-def _is_valid(cache, stamp):
-    try:
-        with open(cache, "rb") as file:
-            if np.lib.format.read_magic(file) != (1, 0):
-                return False
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            array_bytes = file.tell() + shape[0] * dtype.itemsize
-            file.seek(-len(stamp), os.SEEK_END)
-            return file.tell() == array_bytes and file.read() == stamp
-    except (OSError, ValueError):
-        return False
+def _read_stamp(path, tokens):
+    with open(path, "rb") as file:
+        file.seek(tokens.offset + tokens.nbytes)
+        return file.read(100)
 
 
 def write_tokens(paths, tokenizer, output, stamp=b""):
     """Tokenize text files into one `.npy` of uint16, <|endoftext|> after each; returns the number of tokens.
 
-    The ids are those of each whole text at once, on all cores, in memory that does not grow with the text. The file is
-    renamed into place when it is complete, so several processes may write the same one. Raises ValueError with the
-    byte offset for text that is not UTF-8.
+    The ids are those of each whole text at once, on all cores, in memory that does not grow with the text. `stamp`
+    follows them in the file; without one, the tokenizer is noted there. The file is renamed into place when it is
+    complete, so several processes may write the same one. Raises ValueError with the byte offset for text that is not
+    UTF-8, and OSError where a text cannot be read (`filename` is then its path) or the output cannot be written.
     """
-    n_threads = os.cpu_count() or 1
+    if tokenizer.n_vocab > 2**16:
+        raise ValueError(f"uint16 holds ids up to 65,535, the tokenizer {tokenizer.name} has {tokenizer.n_vocab:,}")
     n_tokens = 0
-    temporary = Path(f"{output}.{os.getpid()}.tmp")
+    temporary = Path(f"{output}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.seek(HEADER_BYTES)
             for path in paths:
-                pieces = _pieces(path)
-                while batch := list(itertools.islice(pieces, n_threads)):
-                    for ids in tokenizer.encode_ordinary_batch(batch, num_threads=n_threads):
-                        file.write(np.array(ids, dtype="<u2").tobytes())
-                        n_tokens += len(ids)
-                file.write(np.array([tokenizer.eot_token], dtype="<u2").tobytes())
-                n_tokens += 1
-            file.write(stamp)
+                for ids in _encode(path, tokenizer):
+                    file.write(np.array(ids, dtype="<u2").tobytes())
+                    n_tokens += len(ids)
+            file.write(stamp or _stamp(tokenizer))
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (n_tokens,)})
             assert file.tell() == HEADER_BYTES
         os.replace(temporary, output)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename not in map(str, paths):
+            raise OSError(f"cannot write {output}: {error.strerror}") from error
         raise
     return n_tokens
 
 
-# No token of either tokenizer crosses from a character that is not white space to one that is, so a text may be cut
-# there, and only there, without changing its ids. Greedy: the last such place of a block.
+def _encode(path, tokenizer):
+    """The ids of a text file and <|endoftext|> after them, in lists."""
+    n_threads = min(os.cpu_count() or 1, MAX_THREADS)
+    pieces = _pieces(path)
+    while batch := list(itertools.islice(pieces, n_threads)):
+        if tokenizer.name == "gpt2" and any(map(_has_endless_space, batch)):
+            raise ValueError(f"{path} has a million white-space characters in a row, more than tiktoken can take")
+        yield from tokenizer.encode_ordinary_batch(batch, num_threads=n_threads)
+    yield [tokenizer.eot_token]
+
+
+# No token of either tokenizer crosses from a character that is not white space to one that is, so a cut there changes
+# no ids. Greedy: the last such place of a block. No \s ahead: it holds \x1c to \x1f, which tiktoken takes for symbols.
 LAST_CUT = re.compile(r"(?s:.*)\S(?=[ \t\r\n])")
 
 
@@ -182,6 +207,11 @@ def _pieces(path):
         held.append(_decode(decoder, b"", offset, path))
     if rest := "".join(held):
         yield rest
+
+
+def _has_endless_space(text):
+    """Whether a run of white space with text after it would overflow the stack of gpt2's regular expression."""
+    return len(text) > 999_999 and re.search(r"(?<!\s)\s{999999,}(?=\S)", text)
 
 
 def _decode(decoder, block, offset, path):
@@ -214,15 +244,15 @@ class TokenDataset(Dataset):
     """Windows of T = `context_length` tokens: number i is `tokens[i*T : i*T + T + 1]` as (inputs, targets).
 
     Both are int64 of shape (T,); the targets are the inputs one token later. Each token but the first is a target at
-    most once, and fewer than T tokens are left over at the end. Raises ValueError for ids outside 0 to `n_vocab` - 1: at
-    once where a look at 64 blocks shows one (all of a corpus up to a million tokens), else when it is fetched.
+    most once, and fewer than T tokens are left over at the end. Raises ValueError for ids outside 0 to `n_vocab` - 1:
+    at once where a look at 64 blocks shows one (all of a corpus up to a million tokens), else when it is fetched.
     """
 
     def __init__(self, tokens, context_length, n_vocab):
         if len(tokens) <= context_length:
             raise ValueError(
-                f"{len(tokens):,} tokens hold no window of {context_length} and the token after it: give more text, or a "
-                "smaller --context-length"
+                f"{len(tokens):,} tokens hold no window of {context_length} and the token after it: give more text, "
+                "or a smaller --context-length"
             )
         self.windows = sliding_window_view(tokens, context_length + 1)[::context_length]  # (n_windows, T + 1), no copy
         self.n_vocab = n_vocab
@@ -259,9 +289,9 @@ def split_tokens(tokens, context_length, n_vocab):
     n_val = min(len(tokens) // 10, 1_000_000)
     if n_val <= context_length:
         raise ValueError(
-            f"the corpus has {len(tokens):,} tokens, of which the last {n_val:,} are for validation; with --context-length "
-            f"{context_length} it needs at least {10 * (context_length + 1):,}: give a longer --data, or a smaller "
-            "--context-length"
+            f"the corpus has {len(tokens):,} tokens, of which the last {n_val:,} are for validation; with "
+            f"--context-length {context_length} it needs at least {10 * (context_length + 1):,}: give a longer --data, "
+            "or a smaller --context-length"
         )
     cut = len(tokens) - n_val
     return TokenDataset(tokens[:cut], context_length, n_vocab), TokenDataset(tokens[cut:], context_length, n_vocab)
@@ -292,9 +322,9 @@ def open_corpus(path, tokenizer_name, context_length):
 def plan_steps(n_windows, global_batch_size, batch_size, n_processes):
     """(sequences per forward pass, forward passes per step, steps per epoch) of a process.
 
-    So that all processes together see the global batch: the forward batch is the largest divisor of a process's share that
-    is at most `batch_size`. Raises ValueError, naming values that work, where the shares cannot be equal or the windows
-    are too few for one step.
+    So that all processes together see the global batch: the forward batch is the largest divisor of a process's share
+    that is at most `batch_size`. Raises ValueError, naming values that work, where the shares cannot be equal or the
+    windows are too few for one step.
     """
     share, rest = divmod(global_batch_size, n_processes)
     if rest:
@@ -306,34 +336,46 @@ def plan_steps(n_windows, global_batch_size, batch_size, n_processes):
         )
     if n_windows < global_batch_size:
         raise ValueError(
-            f"the corpus has {n_windows:,} windows to train on, one step needs {global_batch_size}: give a longer --data, or "
-            "a smaller --global-batch-size or --context-length"
+            f"the corpus has {n_windows:,} windows to train on, one step needs {global_batch_size}: give a longer "
+            "--data, or a smaller --global-batch-size or --context-length"
         )
     forward_batch = max(n for n in range(1, min(share, batch_size) + 1) if share % n == 0)
     return forward_batch, share // forward_batch, n_windows // global_batch_size
 
 
+def _refuse(reason):
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main():
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))  # an exception: no half-written file stays
     parser = argparse.ArgumentParser(description="Tokenize text files ahead of a training run.")
+    parser.error = _refuse
     parser.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text, one document each")
-    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="gpt2", help="default: %(default)s")
+    parser.add_argument("--tokenizer", choices=TOKENIZERS, default="gpt2", help="default: %(default)s")
     parser.add_argument("--output", metavar="FILE.npy", help="one array of all files; default: one beside each file")
     args = parser.parse_args()
     try:
+        paths = [Path(file) for file in args.files]
+        for path in paths:
+            _check_file(path)
         tokenizer = get_tokenizer(args.tokenizer)
-        if args.output:
-            if not args.output.endswith(".npy"):
-                raise ValueError(
-                    f"--output {args.output} must end in .npy, by which a training script knows the format"
-                )
-            n_tokens = write_tokens(args.files, tokenizer, args.output)
-            print(f"{args.output}: {n_tokens:,} tokens, {len(args.files)} documents; train with --data {args.output}")
-        else:
-            for path in args.files:
-                print(f"{path}: {len(load_tokens(path, tokenizer)):,} tokens; train with --data {path}")
+        if args.output is None:
+            for path in paths:
+                n_tokens = len(load_tokens(path, tokenizer))
+                print(f"{path}: {n_tokens:,} tokens; train with --data {path} --tokenizer {args.tokenizer}")
+            return
+        output = Path(args.output)
+        if output.suffix != ".npy":
+            raise ValueError(f"--output {output} must end in .npy, by which a training script knows the format")
+        if output.exists() and any(output.samefile(path) for path in paths):
+            raise ValueError(f"--output {output} is one of the files to read: choose another name")
+        n_tokens = write_tokens(paths, tokenizer, output)
+        print(f"{output}: {n_tokens:,} tokens; train with --data {output} --tokenizer {args.tokenizer}")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(error)
 
 
 if __name__ == "__main__":
