@@ -125,11 +125,11 @@ def assert_ended_early(launch, status, signum, script):
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", NAMES)
 @pytest.mark.parametrize(
-    "script, whose", [(SINGLE, "its own"), (SPAWN, "its own"), (SPAWN, "ranks"), (TORCHRUN, "ranks")]
+    "script, where", [(SINGLE, "its own"), (SPAWN, "its own"), (SPAWN, "ranks"), (TORCHRUN, "ranks")]
 )
-def test_a_signal_during_the_imports_ends_every_process_quietly(script, whose, signum, corpus, tmp_path):
+def test_a_signal_during_the_imports_ends_every_process_quietly(script, where, signum, corpus, tmp_path):
     launch = Launch(tmp_path / "log", script, "--data", corpus, *FLAGS, n=processes(script))
-    if whose == "ranks":
+    if where == "ranks":
         launch.wait_for(lambda launch: len(launch.ranks()) == 2)
     time.sleep(0.7)
     os.killpg(launch.process.pid, signum)
