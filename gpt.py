@@ -490,8 +490,8 @@ def save_checkpoint(folder, checkpoint):
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([METRICS, *checkpoint["metrics"]])
     writers = {
-        Path(folder, "checkpoint.pt"): lambda file: torch.save(checkpoint, file),
         Path(folder, "metrics.csv"): lambda file: file.write(table.getvalue().encode()),
+        Path(folder, "checkpoint.pt"): lambda file: torch.save(checkpoint, file),  # last: a kill after it has nothing to lose
     }
     # One fixed name for each: what a kill leaves, the next save overwrites.
     temporary = {path: path.with_name(path.name + ".tmp") for path in writers}
@@ -555,7 +555,7 @@ def open_run_folder(folder, resume, config, identity):
         raise ValueError(f"{path} exists: add --resume to go on from it, or choose another --out")
     checkpoint = load_checkpoint(path)
     saved = {**checkpoint["config"], **checkpoint["run"]}
-    for name, value in {**asdict(config), **identity}.items():
+    for name, value in {**identity, **asdict(config)}.items():
         if saved.get(name) != value:
             raise ValueError(
                 f"{path} has {name} {saved.get(name)}, this run has {value}: give the same, or another --out"
