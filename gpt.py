@@ -489,9 +489,9 @@ def save_checkpoint(folder, checkpoint):
     """
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([METRICS, *checkpoint["metrics"]])
-    writers = {
+    writers = {  # the checkpoint last: a run killed in between saves both again
         Path(folder, "metrics.csv"): lambda file: file.write(table.getvalue().encode()),
-        Path(folder, "checkpoint.pt"): lambda file: torch.save(checkpoint, file),  # last: a kill after it has nothing to lose
+        Path(folder, "checkpoint.pt"): lambda file: torch.save(checkpoint, file),
     }
     # One fixed name for each: what a kill leaves, the next save overwrites.
     temporary = {path: path.with_name(path.name + ".tmp") for path in writers}
