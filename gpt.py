@@ -187,7 +187,7 @@ class GPT(nn.Module):
         x, targets = x.flatten(0, 1), targets.flatten()  # (batch * n_tokens, emb_dim), (batch * n_tokens,)
         for x_part, targets_part in zip(x.chunk(LOSS_PARTS), targets.chunk(LOSS_PARTS)):
             logits = F.linear(x_part, self.tok_emb.weight)
-            # A sum over a vocabulary needs float32 also where autocast made the logits in 16 bits.
+            # A sum over a vocabulary needs float32 also where the logits have 16 bits.
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = loss + F.cross_entropy(logits, targets_part, reduction="sum")
         return GPTOutput(None, loss / len(targets))

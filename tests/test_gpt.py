@@ -9,7 +9,6 @@ import pickle
 import re
 import sys
 from dataclasses import asdict
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +20,15 @@ from torch.nn import functional as F
 import gpt
 
 SMALL = gpt.GPTConfig(vocab_size=50, context_length=12, emb_dim=24, n_heads=3, n_layers=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that share tensors this small mostly wait for each other."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
 
 
 def random_model(config=SMALL, dtype=torch.float64, seed=0):
@@ -150,9 +158,10 @@ def test_no_more_than_a_part_of_the_logits_exists_at_once(monkeypatch):
     assert rows == [6] * 8
 
 
-def test_the_loss_is_summed_in_float32_where_autocast_makes_the_logits_in_16_bits():
-    model, token_ids, targets = random_model(dtype=torch.float32), random_ids(4, 12), random_ids(4, 12, seed=2)
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_the_loss_is_summed_in_float32_where_the_logits_have_16_bits(weights):
+    model, token_ids, targets = random_model(dtype=weights), random_ids(4, 12), random_ids(4, 12, seed=2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=weights is torch.float32):
         logits, loss = model(token_ids).logits, model(token_ids, targets).loss
     assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), reference_loss(logits.double(), targets), rtol=0, atol=1e-5)
@@ -496,7 +505,7 @@ def machine(monkeypatch):
         device = torch.device(accelerator) if accelerator else None
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: device)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16 or including_emulation)
 
     has(None)
     return has
@@ -736,7 +745,7 @@ def test_a_step_shows_epoch_loss_norm_rate_speed_and_time_left(machine):
     line = describe_step(args, [2.5])
     for part in ("epoch 1 ", "step 257/1285", "loss 2.500000", "norm 0.125", "lr 3.00e-04", "5,760 tokens/s"):
         assert part in line
-    assert f"{timedelta(seconds=(1285 - 257) * 576 / 5760)}".split(".")[0][:6] in line and "left" in line
+    assert "0:01:43 left" in line  # (1285 - 257) * 576 / 5760 = 102.8 s
     assert "rank" not in line and "MFU" not in line
     assert "epoch 2 " in describe_step(args, [2.5], step=258)
     line = describe_step(args, [2.5], tokens_per_second=None)  # the first step has no speed
@@ -858,7 +867,8 @@ def test_files_are_complete_and_on_disk_before_they_take_their_names(tmp_path, m
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "replace", record_replace)
     gpt.save_checkpoint(tmp_path, a_checkpoint())
-    assert events == ["fsync", "fsync", "checkpoint.pt", "metrics.csv"]
+    # The checkpoint comes last: a kill in between leaves a table that the next save writes again.
+    assert events == ["fsync", "fsync", "metrics.csv", "checkpoint.pt"]
 
 
 @pytest.fixture
@@ -879,7 +889,7 @@ def test_a_full_disk_leaves_the_earlier_files_and_says_why(tmp_path, disk, share
     with pytest.raises(OSError) as failure:
         gpt.save_checkpoint(tmp_path, next_checkpoint)
     message = str(failure.value)
-    assert str(tmp_path / "checkpoint.pt") in message and "File too large" in message and "\n" not in message
+    assert str(tmp_path) in message and "File too large" in message and "\n" not in message
     assert contents(tmp_path) == before
     assert gpt.load_checkpoint(tmp_path / "checkpoint.pt")["step"] == 3
 
@@ -912,7 +922,7 @@ def test_a_save_that_is_broken_off_leaves_no_temporary_file(tmp_path, monkeypatc
 @pytest.mark.parametrize("folder", ["gone", "file", "file/below"])
 def test_a_folder_that_is_none_is_named_in_the_error(tmp_path, folder):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=re.escape(str(tmp_path / folder / "checkpoint.pt"))):
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / folder))):
         gpt.save_checkpoint(tmp_path / folder, a_checkpoint())
 
 
