@@ -70,7 +70,7 @@ def start(script, *flags, n=1, folder=ROOT, cwd=None, env=None):
     )
 
 
-def finish(process, timeout=240):
+def finish(process, timeout=600):
     """Wait for a started script; returns (status, stdout, stderr). One that hangs fails the test and leaves no orphan."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -81,7 +81,7 @@ def finish(process, timeout=240):
     return process.returncode, stdout, stderr
 
 
-def run(script, *flags, timeout=240, **options):
+def run(script, *flags, timeout=600, **options):
     return finish(start(script, *flags, **options), timeout)
 
 

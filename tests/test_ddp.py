@@ -1,0 +1,716 @@
+"""The two DDP scripts beside the single one: the same losses, the same text but for DDP, and an end in every case.
+
+The scripts run here as a user runs them. Where a test must look inside, or break something, it runs a changed copy.
+"""
+
+import ast
+import difflib
+import importlib
+import os
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, SINGLE, SPAWN, TORCHRUN, command, finish, patched_copy, read_metrics, start
+
+import data
+import gpt
+
+DDP_SCRIPTS = (SPAWN, TORCHRUN)
+
+# What the scripts reached: lines of each, of its train(), and code lines that change from one to another, counted as by
+# diff <(grep -vE '^\s*(#|$)' A) <(grep -vE '^\s*(#|$)' B) | grep -c '^[<>]'
+MAX_LINES = {SINGLE: 240, SPAWN: 370, TORCHRUN: 350}
+MAX_TRAIN_LINES = {SINGLE: 95, SPAWN: 115, TORCHRUN: 115}
+MAX_CHANGED_LINES = {(SINGLE, SPAWN): 151, (SINGLE, TORCHRUN): 134, (SPAWN, TORCHRUN): 83}
+MAX_LINES_MARKED_1_TO_3 = 25
+
+# The functions that need DDP; all others are the same text in the three scripts.
+DIFFER_FROM_SINGLE = {"train", "evaluate", "stop", "refuse", "parse_args", "main"}
+DIFFER_BETWEEN_LAUNCHERS = {"setup", "train", "refuse", "parse_args", "resolve_processes", "main"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The lesson as text
+
+
+def source(script):
+    return Path(ROOT, script).read_text()
+
+
+def functions(script):
+    """The top-level functions of a script in their order, name to text."""
+    text = source(script)
+    return {
+        node.name: ast.get_source_segment(text, node)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def code_lines(script):
+    return [line for line in source(script).splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def changed_lines(old, new):
+    """How many lines `diff` shows as removed or added."""
+    with_marks = difflib.ndiff(code_lines(old), code_lines(new))
+    return sum(line[0] in "-+" for line in with_marks)
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_functions_that_need_no_ddp_are_the_same_text_in_all_scripts(script):
+    single, ddp = functions(SINGLE), functions(script)
+    assert [name for name in ddp if name in single] == list(single), "all are there, in the same order"
+    assert {name for name in single if ddp[name] != single[name]} <= DIFFER_FROM_SINGLE
+
+
+def test_functions_that_no_launcher_changes_are_the_same_text_in_both_ddp_scripts():
+    spawn, torchrun = functions(SPAWN), functions(TORCHRUN)
+    assert list(spawn) == list(torchrun)
+    assert {name for name in spawn if spawn[name] != torchrun[name]} <= DIFFER_BETWEEN_LAUNCHERS
+
+
+@pytest.mark.parametrize("word", ["rank", "world", "dist"])
+def test_the_baseline_has_no_word_of_ddp(word):
+    assert word not in source(SINGLE).lower()
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_all_marks_are_there_and_each_gives_its_reason(script):
+    marks = re.findall(r"# DDP (\d+)(.*)$", source(script), re.MULTILINE)
+    assert {number for number, _ in marks} == set("12345678")
+    assert {number for number, reason in marks if re.match(r": \S+ \S+", reason)} == set("12345678")
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_the_guide_s_three_components_fit_on_a_screen(script):
+    lines = re.findall(r"^.*# DDP [123].*$", source(script), re.MULTILINE)
+    assert len(lines) <= MAX_LINES_MARKED_1_TO_3
+    for number, what in enumerate(["init_process_group", "DistributedSampler(", "DDP(model"], start=1):
+        assert any(what in line and f"# DDP {number}" in line for line in lines)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_stays_short(script):
+    assert len(source(script).splitlines()) <= MAX_LINES[script]
+    assert len(functions(script)["train"].splitlines()) <= MAX_TRAIN_LINES[script]
+
+
+@pytest.mark.parametrize("old, new", MAX_CHANGED_LINES)
+def test_a_diff_shows_little_but_ddp(old, new):
+    assert changed_lines(old, new) <= MAX_CHANGED_LINES[old, new]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same command, the same losses
+
+SMALL = ("--device", "cpu", "--tokenizer", "bytes", "--context-length", 8, "--global-batch-size", 12)
+FLAGS = (*SMALL, "--log-every", 1, "--eval-every", 20)
+WHOLE, ACCUMULATED = ("--batch-size", 12), ("--batch-size", 3)  # 1, 2, 3 processes: 1 x 12, 6, 4; 4 x 3, 2 x 3, 2 x 2
+FLOAT64, FLOAT32 = ("--dtype", "float64", "--max-steps", 120), ("--dtype", "float32", "--max-steps", 40)
+ONE_THREAD = {"OMP_NUM_THREADS": 1, "MASTER_PORT": None}  # several runs at once on few cores
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A text of 481 training and 53 validation windows of 8 tokens: 2, 3 and 12 divide neither."""
+    path = tmp_path_factory.mktemp("small") / "corpus.txt"
+    path.write_bytes(data.builtin_text().encode("ascii", "replace")[:4279])
+    opened = data.open_corpus(path, "bytes", 8)
+    assert (len(opened.train_set), len(opened.val_set)) == (481, 53)
+    return path
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_agent(node_rank, port, *flags):
+    """Start torchrun as on one of two machines with a process each."""
+    arguments = command(TORCHRUN, *flags, n=1)
+    place = arguments.index("--standalone")
+    rendezvous = f"--nnodes=2 --node_rank={node_rank} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port}"
+    arguments[place : place + 1] = rendezvous.split()
+    return subprocess.Popen(
+        arguments,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def two_launches(*flags, port=None):
+    """Start the spawn script as on two machines with a process each."""
+    env = {**ONE_THREAD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port()}
+    return [start(SPAWN, *flags, "--nnodes", 2, "--node-rank", node, n=1, env=env) for node in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def ended(corpus, tmp_path_factory):
+    """Runs by name, as `folder` and what `finish` returns of each process. Those of a row run at the same time."""
+    folders, results = {}, {}
+
+    def flags(name, *more):
+        folders[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        return ("--data", corpus, *FLAGS, *more, "--out", folders[name])
+
+    def one(name, script, n, *more):
+        return {name: [start(script, *flags(name, *more), n=n, env=ONE_THREAD)]}
+
+    def agents(name, *more):
+        port = free_port()
+        shared = flags(name, *more)
+        return {name: [start_agent(node, port, *shared) for node in (0, 1)]}
+
+    for row in (
+        lambda: {
+            **one("float64 single", SINGLE, 1, *FLOAT64, *WHOLE),
+            **one("float64 spawn 2", SPAWN, 2, *FLOAT64, *ACCUMULATED),
+            **one("float32 spawn 3", SPAWN, 3, *FLOAT32, *WHOLE),
+        },
+        lambda: {
+            **one("float32 single", SINGLE, 1, *FLOAT32, *ACCUMULATED),
+            **one("float64 torchrun 3", TORCHRUN, 3, *FLOAT64, *ACCUMULATED),
+            **one("float32 torchrun 2", TORCHRUN, 2, *FLOAT32, *ACCUMULATED),
+        },
+        lambda: {
+            **agents("float64 torchrun 1 + 1", *FLOAT64, *WHOLE),
+        },
+        lambda: {
+            "float64 spawn 1 + 1": two_launches(*flags("float64 spawn 1 + 1", *FLOAT64, *WHOLE)),
+        },
+    ):
+        started = row()
+        results |= {name: [finish(process) for process in processes] for name, processes in started.items()}
+    return {name: SimpleNamespace(folder=folders[name], processes=results[name]) for name in results}
+
+
+def stdout_of(run):
+    """What the processes of a run printed, all of which must have succeeded."""
+    for status, stdout, stderr in run.processes:
+        assert status == 0, f"status {status}\n{stdout}\n{stderr}"
+    return "".join(stdout for _, stdout, _ in run.processes)
+
+
+def relative_difference(one, other):
+    return abs(one - other) / abs(other)
+
+
+def assert_same_losses(run, reference, steps, tolerance):
+    stdout_of(run), stdout_of(reference)
+    rows, expected = read_metrics(run.folder), read_metrics(reference.folder)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == list(range(1, steps + 1))
+    for row, other in zip(rows, expected):
+        assert relative_difference(row["train_loss"], other["train_loss"]) <= tolerance, row
+        assert (row["val_loss"] is not None) == (row["step"] % 20 == 0) == (other["val_loss"] is not None)
+        if row["val_loss"] is not None:
+            assert relative_difference(row["val_loss"], other["val_loss"]) <= tolerance, row
+
+
+def assert_same_parameters(run, reference, tolerance):
+    model, other = (gpt.load_checkpoint(Path(r.folder, "checkpoint.pt"))["model"] for r in (run, reference))
+    assert list(model) == list(other), "the names of the raw module"
+    for name in model:
+        assert model[name].dtype == other[name].dtype
+        difference = (model[name] - other[name]).abs().max() / other[name].abs().max()
+        assert difference <= tolerance, name
+
+
+LAUNCHES_64 = ["float64 spawn 2", "float64 torchrun 3", "float64 spawn 1 + 1", "float64 torchrun 1 + 1"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES_64)
+def test_the_losses_are_those_of_one_process(name, ended):
+    assert_same_losses(ended[name], ended["float64 single"], steps=120, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", LAUNCHES_64)
+def test_the_final_parameters_are_those_of_one_process(name, ended):
+    assert_same_parameters(ended[name], ended["float64 single"], tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", ["float32 spawn 3", "float32 torchrun 2"])
+def test_in_float32_the_losses_differ_by_rounding_alone(name, ended):
+    assert_same_losses(ended[name], ended["float32 single"], steps=40, tolerance=2e-5)
+
+
+def test_two_spawn_runs_at_once_never_meet(ended):
+    """They ran at the same time, each with a group of its own: neither waited for the other, nor took its losses."""
+    for name, processes in (("float64 spawn 2", 2), ("float32 spawn 3", 3)):
+        assert f"{processes} processes" in stdout_of(ended[name])
+        assert_same_losses(ended[name], ended[name.split()[0] + " single"], *{2: (120, 1e-9), 3: (40, 2e-5)}[processes])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, steps, tolerance", [(FLOAT64, 120, 1e-9), (FLOAT32, 40, 2e-5)])
+def test_every_number_of_processes_and_every_accumulation_gives_the_same_losses(
+    dtype, steps, tolerance, corpus, tmp_path
+):
+    def run(name, script, n, batch):
+        folder = tmp_path / name
+        process = start(script, "--data", corpus, *FLAGS, *dtype, *batch, "--out", folder, n=n, env=ONE_THREAD)
+        return SimpleNamespace(folder=folder, processes=[finish(process)])
+
+    reference = run("reference", SINGLE, 1, WHOLE)
+    for script in SCRIPTS:
+        for n in (1,) if script == SINGLE else (1, 2, 3):
+            for batch in (WHOLE, ACCUMULATED):
+                other = run(f"{script} {n} {batch[1]}", script, n, batch)
+                assert_same_losses(other, reference, steps, tolerance)
+                if dtype is FLOAT64:
+                    assert_same_parameters(other, reference, tolerance)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run prints
+
+STEP_LINE = re.compile(r"^epoch \d+  step (\d+)/\d+  loss (\S+)(?: \[(.*)\])?  norm ", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name, n", [("float64 spawn 2", 2), ("float64 torchrun 3", 3)])
+def test_each_rank_s_loss_stands_beside_their_mean(name, n, ended):
+    lines = STEP_LINE.findall(stdout_of(ended[name]))
+    rows = read_metrics(ended[name].folder)
+    assert len(lines) == len(rows) == 120
+    for (step, loss, ranks), row in zip(lines, rows):
+        losses = [float(loss) for loss in re.findall(r"rank \d+ (\S+?)(?:,|$)", ranks)]
+        assert [int(rank) for rank in re.findall(r"rank (\d+)", ranks)] == list(range(n))
+        assert len(set(losses)) == n, "each has windows of its own"
+        assert sum(losses) / n == pytest.approx(float(loss), abs=2e-6)
+        assert (int(step), float(loss)) == (row["step"], round(row["train_loss"], 6))
+
+
+def test_above_eight_ranks_the_lowest_and_the_highest_loss_are_named():
+    run = SimpleNamespace(steps_per_epoch=100, total_steps=100, n_processes=9)
+    row = {"step": 1, "train_loss": 3.0, "learning_rate": 1e-3, "tokens_per_second": None, "tokens": 96}
+
+    def line(losses):
+        return gpt.describe_step(SimpleNamespace(device="cpu", dtype="float32"), run, None, row, losses, 1.0)
+
+    losses = [3.0, 3.1, 3.2, 2.5, 3.0, 3.0, 3.7, 3.0]
+    assert "[rank 0 3.000000, rank 1 3.100000, " in line(losses) and "rank 7 3.000000]" in line(losses)
+    assert "[lowest rank 3 2.500000, highest rank 6 3.700000]" in line([*losses, 3.0])
+    assert "rank" not in line([3.0])
+
+
+@pytest.mark.parametrize("name", [*LAUNCHES_64, "float32 spawn 3", "float32 torchrun 2"])
+def test_one_process_speaks_for_all(name, ended):
+    run = ended[name]
+    stdout = stdout_of(run)
+    steps = [int(step) for step, _, _ in STEP_LINE.findall(stdout)]
+    assert steps == list(range(1, len(steps) + 1))
+    for once in ("preset tiny", "backend gloo", "Epoch 1 completed", f"step {steps[-1]}: validation loss", "sample: "):
+        assert stdout.count(once) == 1, once
+    assert sum(bool(stdout) for _, stdout, _ in run.processes) == 1, "on one of the machines"
+    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoint.pt", "metrics.csv"]
+
+
+@pytest.mark.parametrize("name", ["float64 single", "float64 spawn 2", "float64 torchrun 3", *LAUNCHES_64[2:]])
+def test_a_normal_run_warns_of_nothing(name, ended):
+    """OMP_NUM_THREADS is set here, on which torchrun has its own word otherwise."""
+    assert [stderr for _, _, stderr in ended[name].processes] == [""] * len(ended[name].processes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What each process does, seen by a copy that tells
+
+PROBED = (
+    (
+        "    optimizer = torch.optim.AdamW(",
+        """    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    averaged = []
+
+    def count(state, bucket):
+        averaged.append(bucket.is_last())
+        return allreduce_hook(state, bucket)
+
+    ddp_model.register_comm_hook(None, count)
+    optimizer = torch.optim.AdamW(""",
+    ),
+    (
+        "        scaler.unscale_(optimizer)",
+        """        seen = f"averaged {sum(averaged)} seed {torch.initial_seed()} threads {torch.get_num_threads()}"
+        print(f"PROBE rank {rank} step {step} {seen}", flush=True)
+        scaler.unscale_(optimizer)""",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def probes(corpus, tmp_path_factory):
+    """Per DDP script, what each of two ranks told at each of three steps of three micro-batches."""
+    started = {}
+    for script in DDP_SCRIPTS:
+        copy = patched_copy(tmp_path_factory.mktemp("probed"), script, *PROBED)
+        flags = ("--data", corpus, *SMALL, "--batch-size", 2, "--max-steps", 3)
+        started[script] = start(script, *flags, n=2, folder=copy, env={"OMP_NUM_THREADS": None})
+    probes = {}
+    for script, process in started.items():
+        status, stdout, stderr = finish(process)
+        assert status == 0, stdout + stderr
+        pattern = r"PROBE rank (\d) step (\d) averaged (\d+) seed (\d+) threads (\d+)"
+        probes[script] = [tuple(map(int, values)) for values in re.findall(pattern, stdout)]
+        assert sorted(values[:2] for values in probes[script]) == [(r, s) for r in (0, 1) for s in (1, 2, 3)]
+    return probes
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_gradients_are_averaged_once_per_step_however_many_batches_it_accumulates(script, probes):
+    for _, step, averaged, _, _ in probes[script]:
+        assert averaged == step
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_each_rank_and_each_step_has_its_own_seed_for_dropout(script, probes):
+    seeds = [seed for _, _, _, seed, _ in probes[script]]
+    assert len(set(seeds)) == 6
+    assert set(seeds) == {seed for *_, seed, _ in probes[SPAWN]}, "whichever script it is"
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_processes_on_a_cpu_share_its_cores(script, probes, import_script, monkeypatch):
+    assert {threads for *_, threads in probes[script]} == {max(1, os.cpu_count() // 2)}
+
+    threads = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        module = import_script(script)
+        for local_world_size, share in ((1, 8), (3, 2), (8, 1), (9, 1)):
+            assert module.pick_device("cpu", 0, local_world_size) == torch.device("cpu")
+            assert torch.get_num_threads() == share
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which processes, and where they meet
+
+
+@pytest.fixture
+def import_script():
+    """A function that imports a script; what it does with signals is undone."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield lambda script: importlib.import_module(Path(script).stem)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def launcher_environment(monkeypatch):
+    """A function that sets the variables of a launcher, and no other of them."""
+
+    def set_to(**values):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "")  # so that what the script sets is undone
+            monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_to
+
+
+def spawn_flags(**flags):
+    return SimpleNamespace(**{"device": "cpu", "nproc": None, "nnodes": 1, "node_rank": 0, **flags})
+
+
+def torchrun_variables(rank, local_rank, world_size, local_world_size):
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+    }
+
+
+def test_spawn_looks_for_a_free_port_unless_one_is_set(import_script, launcher_environment):
+    module = import_script(SPAWN)
+    ports = set()
+    for _ in range(3):
+        launcher_environment()
+        assert module.resolve_processes(spawn_flags()) == 2
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        ports.add(os.environ["MASTER_PORT"])
+    assert len(ports) > 1
+
+    launcher_environment(MASTER_PORT=12345)
+    module.resolve_processes(spawn_flags())
+    assert os.environ["MASTER_PORT"] == "12345"
+
+
+def test_spawn_counts_processes_over_machines(import_script, launcher_environment):
+    module = import_script(SPAWN)
+    launcher_environment(MASTER_ADDR="10.0.0.1", MASTER_PORT=29500)
+    assert module.resolve_processes(spawn_flags(nproc=3, nnodes=2, node_rank=1)) == 6
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"nproc": 0}, ["--nproc 0"]),
+        ({"nnodes": 2, "node_rank": 2}, ["--node-rank 2", "1"]),
+        ({"node_rank": -1}, ["--node-rank -1"]),
+        ({"nnodes": 0}, ["--node-rank"]),
+        ({"nnodes": 2}, ["MASTER_ADDR", "MASTER_PORT"]),
+    ],
+)
+def test_spawn_refuses_processes_that_cannot_be(flags, words, import_script, launcher_environment):
+    launcher_environment()
+    with pytest.raises(ValueError) as refusal:
+        import_script(SPAWN).resolve_processes(spawn_flags(**flags))
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_spawn_takes_all_gpus_and_refuses_more_processes(import_script, launcher_environment, monkeypatch):
+    module = import_script(SPAWN)
+    launcher_environment()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    flags = spawn_flags(device="cuda")
+    assert module.resolve_processes(flags) == flags.nproc == 3
+    assert module.resolve_processes(spawn_flags(device="cuda", nproc=2)) == 2
+    assert module.resolve_processes(spawn_flags(device="cpu", nproc=4)) == 4, "a GPU box can test on its CPU"
+    with pytest.raises(ValueError, match="--nproc 4 .* 3 "):
+        module.resolve_processes(spawn_flags(device="cuda", nproc=4))
+
+
+def test_torchrun_refuses_more_processes_than_gpus_of_its_machine(import_script, launcher_environment, monkeypatch):
+    module = import_script(TORCHRUN)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    launcher_environment(**torchrun_variables(rank=3, local_rank=1, world_size=4, local_world_size=2))
+    assert module.resolve_processes(spawn_flags(device="cuda")) == (3, 4), "two machines with two GPUs each"
+    launcher_environment(**torchrun_variables(rank=0, local_rank=0, world_size=3, local_world_size=3))
+    assert module.resolve_processes(spawn_flags(device="cpu")) == (0, 3)
+    with pytest.raises(ValueError, match="--nproc_per_node .* 2 .*--device cpu"):
+        module.resolve_processes(spawn_flags(device="cuda"))
+
+
+@pytest.mark.parametrize("present", [(), ("RANK",), ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")])
+def test_torchrun_s_script_started_without_it_says_how_to_start(
+    present, import_script, launcher_environment, monkeypatch, capfd
+):
+    module = import_script(TORCHRUN)
+    variables = torchrun_variables(rank=0, local_rank=0, world_size=2, local_world_size=2)
+    launcher_environment(**{name: value for name, value in variables.items() if name in present})
+    monkeypatch.setattr("sys.argv", [TORCHRUN, "--device", "cpu"])
+    with pytest.raises(SystemExit) as exit:
+        module.main()
+    stdout, stderr = capfd.readouterr()
+    assert (exit.value.code, stdout) == (2, "")
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    named = stderr[: stderr.index("not set")]
+    assert all((re.search(rf"\b{name}\b", named) is None) == (name in present) for name in variables)
+    assert "torchrun --standalone --nproc_per_node=2 train_ddp_torchrun.py" in stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When something is wrong
+
+ENDS_IN = 60  # seconds
+ENDLESS = (*SMALL, "--max-steps", 10**6, "--log-every", 1, "--eval-every", 10**6)
+
+
+def start_broken(folder, corpus, statement, flags=ENDLESS, when="rank == 1 and step == 3"):
+    """Start both DDP scripts, changed to do something in a step; returns them by name."""
+    started = {}
+    for script in DDP_SCRIPTS:
+        change = f"        if {when}:\n            {statement}\n        scaler.unscale_(optimizer)"
+        (folder / script).mkdir()
+        copy = patched_copy(folder / script, script, ("        scaler.unscale_(optimizer)", change))
+        started[script] = start(script, "--data", corpus, *flags, n=2, folder=copy, env=ONE_THREAD)
+    return started
+
+
+# finish() waits until nobody holds the pipes of a launch any more: a process that outlives it fails these tests.
+
+
+def test_an_exception_in_one_rank_ends_the_whole_job_with_its_reason(corpus, tmp_path):
+    started = start_broken(tmp_path, corpus, "raise RuntimeError('broken on purpose')")
+    ended = {script: finish(process, timeout=ENDS_IN) for script, process in started.items()}
+    for status, stdout, stderr in ended.values():
+        assert status not in (0, -signal.SIGKILL)
+        assert "step 2/" in stdout and "step 3/" not in stdout
+        assert "RuntimeError: broken on purpose" in stderr
+    assert "Process 1 terminated with the following error" in ended[SPAWN][2]
+    summary = ended[TORCHRUN][2].split("Root Cause", 1)[1]
+    assert "rank      : 1 " in summary and "RuntimeError: broken on purpose" in summary
+
+
+def test_a_killed_rank_ends_the_whole_job_and_is_named(corpus, tmp_path):
+    started = start_broken(tmp_path, corpus, "os.kill(os.getpid(), signal.SIGKILL)")
+    ended = {script: finish(process, timeout=ENDS_IN) for script, process in started.items()}
+    for status, stdout, _ in ended.values():
+        assert status not in (0, -signal.SIGKILL)
+        assert "step 2/" in stdout and "step 3/" not in stdout
+    assert "process 1 was ended by SIGKILL" in ended[SPAWN][2]
+    summary = ended[TORCHRUN][2].split("Root Cause", 1)[1]
+    assert "rank      : 1 " in summary and "SIGKILL" in summary
+
+
+def test_a_replica_that_drifted_is_found_at_the_next_evaluation_and_named(corpus, tmp_path):
+    drift = "model.final_norm.bias.data[0] += 1e-6"
+    started = start_broken(
+        tmp_path, corpus, drift, flags=(*SMALL, "--max-steps", 6, "--log-every", 1, *("--eval-every", 2))
+    )
+    for script, process in started.items():
+        status, stdout, stderr = finish(process, timeout=ENDS_IN)
+        assert status not in (0, -signal.SIGKILL)
+        assert "step 2: validation loss" in stdout and "step 4: validation loss" not in stdout
+        errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and "model of rank 1 is not that of rank 0" in errors[0], (script, stderr)
+
+
+def test_a_machine_with_another_corpus_is_named_before_the_first_step(corpus, tmp_path):
+    """Of the same length: only the fingerprint tells."""
+    other = tmp_path / "other.txt"
+    other.write_bytes(corpus.read_bytes().replace(b"e", b"a", 1))
+    port = free_port()
+    env = {**ONE_THREAD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    flags = (*ENDLESS, "--nnodes", 2, "--node-rank")
+    started = [start(SPAWN, "--data", path, *flags, node, n=1, env=env) for node, path in enumerate((corpus, other))]
+    first, second = (finish(process, timeout=ENDS_IN) for process in started)
+    assert first[0] not in (0, -signal.SIGKILL) and second[0] not in (0, -signal.SIGKILL)
+    assert "error: the corpus of rank 1 is not that of rank 0" in first[2]
+    assert "built into Python differs" in first[2]
+    assert "step 1/" not in first[1]
+
+
+def test_ctrl_c_ends_every_process_without_a_traceback_of_ours(corpus):
+    started = {script: start(script, "--data", corpus, *ENDLESS, n=2, env=ONE_THREAD) for script in DDP_SCRIPTS}
+    for process in started.values():
+        while "step 2/" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        os.killpg(process.pid, signal.SIGINT)
+    for script, process in started.items():
+        status, stdout, stderr = finish(process, timeout=ENDS_IN)
+        assert "stopped by SIG" in stdout
+        assert script not in stderr, stderr
+        if script == SPAWN:  # torchrun shows its own traceback, and ends with a status of its own
+            assert (status, stderr) == (128 + signal.SIGINT, "")
+        assert status != 0
+
+
+@pytest.mark.slow
+def test_no_finished_run_aborts_at_its_exit(corpus):
+    """In one of ten small runs gloo aborted at interpreter exit, where something still referred to the group."""
+    flags = ("--data", corpus, *SMALL, "--max-steps", 1)
+    failures = []
+    for _ in range(30):
+        started = [start(script, *flags, n=2, env=ONE_THREAD) for script in DDP_SCRIPTS]
+        ended = [finish(process) for process in started]
+        failures += [result for result in ended if result[0] != 0 or result[2] != ""]
+    assert not failures, (len(failures), failures[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On GPUs: the same tests verify the machine that they run on
+
+# Two processes on one GPU, which nccl does not allow and gloo does.
+TWO_ON_ONE_GPU = (
+    ("dist.get_default_backend_for_device(device)", '"gloo"'),
+    ('device if device.type == "cuda" else None', "None"),
+    ("torch.accelerator.device_count()", "2"),
+    ("torch.accelerator.set_device_index(local_rank)", "torch.accelerator.set_device_index(0)"),
+    ("torch.device(device_type, local_rank)", "torch.device(device_type, 0)"),
+    ("[local_rank]", "[0]"),
+)
+
+
+def start_on_gpus(script, corpus, folder, *flags, n=1, **options):
+    batch = ("--global-batch-size", 6 * torch.cuda.device_count(), "--batch-size", 2)
+    small = ("--device", "cuda", "--preset", "tiny", "--tokenizer", "bytes", "--context-length", 8)
+    steps = ("--log-every", 1, "--eval-every", 20)
+    return start(script, "--data", corpus, *small, *batch, *steps, *flags, "--out", folder, n=n, **options)
+
+
+def finished(folder, process):
+    return SimpleNamespace(folder=folder, processes=[finish(process, timeout=600)])
+
+
+@pytest.fixture(scope="module")
+def on_one_gpu(corpus, tmp_path_factory):
+    """The single script's run by its flags, made when it is first asked for."""
+    runs = {}
+
+    def get(*flags):
+        if flags not in runs:
+            folder = tmp_path_factory.mktemp("one_gpu")
+            runs[flags] = finished(folder, start_on_gpus(SINGLE, corpus, folder, *flags))
+        return runs[flags]
+
+    return get
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_all_gpus_give_the_losses_of_one(script, corpus, on_one_gpu, tmp_path):
+    flags = ("--dtype", "float64", "--max-steps", 40)
+    run = finished(tmp_path, start_on_gpus(script, corpus, tmp_path, *flags, n=torch.cuda.device_count()))
+    assert "backend nccl" in stdout_of(run)
+    assert_same_losses(run, on_one_gpu(*flags), steps=40, tolerance=1e-9)
+    assert [stderr for _, _, stderr in run.processes if script == SPAWN] in ([""], [])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+@pytest.mark.parametrize(
+    "flags, tolerance",
+    [
+        (("--dtype", "bfloat16"), 0.02),
+        (("--dtype", "float16"), 0.02),
+        (("--dtype", "float32", "--compile"), 0.01),
+        (("--dtype", "float16", "--compile", "--drop-rate", "0.1"), 0.1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_all_gpus_learn_in_each_format_as_one_does(script, flags, tolerance, corpus, on_one_gpu, tmp_path):
+    """Within what 16 bits, or other dropout masks, change in 40 steps."""
+    flags = (*flags, "--max-steps", 40)
+    run = finished(tmp_path, start_on_gpus(script, corpus, tmp_path, *flags, n=torch.cuda.device_count()))
+    assert flags[1] in stdout_of(run)
+    assert_same_losses(run, on_one_gpu(*flags), steps=40, tolerance=tolerance)
+    losses = [row["train_loss"] for row in read_metrics(tmp_path)]
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_run_on_all_gpus_resumes_where_it_was_interrupted(script, corpus, on_one_gpu, tmp_path):
+    flags, n = ("--dtype", "float64", "--max-steps", 40), torch.cuda.device_count()
+    process = start_on_gpus(script, corpus, tmp_path, "--dtype", "float64", "--max-steps", 10**6, n=n)
+    while "step 20: validation loss" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    os.killpg(process.pid, signal.SIGTERM)
+    finish(process)
+    stopped_after = gpt.load_checkpoint(Path(tmp_path, "checkpoint.pt"))["step"]
+    run = finished(tmp_path, start_on_gpus(script, corpus, tmp_path, *flags, "--resume", n=n))
+    assert f"resumed after step {stopped_after}" in stdout_of(run)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_two_processes_on_one_gpu_give_the_losses_of_one(script, corpus, on_one_gpu, tmp_path):
+    flags = ("--dtype", "float64", "--max-steps", 40)
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    copy.mkdir()
+    patched_copy(copy, script, *TWO_ON_ONE_GPU)
+    run = finished(out, start_on_gpus(script, corpus, out, *flags, n=2, folder=copy))
+    assert "backend gloo" in stdout_of(run)
+    assert_same_losses(run, on_one_gpu(*flags), steps=40, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_the_change_for_two_processes_on_one_gpu_fits_the_scripts(script, tmp_path):
+    patched_copy(tmp_path, script, *TWO_ON_ONE_GPU)
