@@ -505,7 +505,9 @@ def machine(monkeypatch):
         device = torch.device(accelerator) if accelerator else None
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: device)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16 or including_emulation)
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16 or including_emulation
+        )
 
     has(None)
     return has
