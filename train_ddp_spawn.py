@@ -326,8 +326,11 @@ def main():
 
     def pass_on(signum, frame):
         signals.append(signum)
-        for process in active_children():
-            process.terminate()
+        processes = active_children()
+        for process in processes:
+            os.kill(process.pid, signum)
+        if not processes:  # it came before the first one started
+            sys.exit(128 + signum)
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no word on those that join() ends
     on_signal(pass_on)  # the processes agree where to stop, and join waits for them

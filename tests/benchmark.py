@@ -14,6 +14,7 @@ tokenizer is fetched.
 import argparse
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import platform
@@ -45,16 +46,23 @@ import gpt
 import train_ddp_spawn
 import train_single_gpu
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts changed it
+
 VOCABULARY = {"bytes": 257, "gpt2": 50257}
 ENDLESS = 10**6  # steps: more than a measurement takes, so that a script never comes to its end
 LOG_EVERY = 10  # the scripts' default
 LARGEST_BATCH = 64  # sequences; more fills a GPU no better
 N_STARTS = 3  # of a script with the same data, of which the faster counts
 MB = 1e6
+UNFORESEEN = []  # reasons for which the command ends with an error, after all else is measured
 
 
 class Failed(Exception):
-    """A measurement that could not be made, and why."""
+    """A measurement that could not be made, and why; `unforeseen` if not for want of time or memory."""
+
+    def __init__(self, reason, unforeseen=False):
+        super().__init__(reason, unforeseen)
+        self.reason, self.unforeseen = reason, unforeseen
 
 
 class Finished(Exception):
@@ -112,21 +120,21 @@ def print_table(title, header, rows):
     sys.stdout.flush()
 
 
-def print_facts(args=None):
+def print_facts(args=None, words=""):
     """What the figures below depend on."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        if not torch.cuda.is_available():
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            name = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    n_gpus = torch.cuda.device_count()
+    name, n_gpus = platform.processor() or platform.machine(), 0
+    if args and args.device == "cuda":
+        name, n_gpus = torch.cuda.get_device_name(), torch.cuda.device_count()
+    elif Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), name)
     print(f"{f'{n_gpus} x ' if n_gpus else ''}{name}, {os.cpu_count()} CPU cores, {platform.system()}")
     print(f"Python {platform.python_version()}, torch {torch.__version__}")
     print("command: python", *map(shlex.quote, (os.path.relpath(sys.argv[0]), *sys.argv[1:])))
     if args:
         print(
             f"preset {args.preset}: {args.batch_size} x {args.context_length} tokens per process and forward pass, "
-            f"{args.dtype}{', compiled' if args.compile else ''}, device {args.device}",
+            f"device {args.device}, {words}",
             flush=True,
         )
 
@@ -165,8 +173,10 @@ class Group:
                     answers[connection] = connection.recv()
                 except (EOFError, ConnectionError):
                     raise Failed("a process was killed; out of memory?") from None
-                if isinstance(answers[connection], Failed):
-                    raise answers[connection]
+                if isinstance(failure := answers[connection], Failed):
+                    if failure.unforeseen:
+                        UNFORESEEN.append(failure.reason)
+                    raise failure
         return answers[self.connections[0]]
 
     def __enter__(self):
@@ -180,18 +190,20 @@ class Group:
 
 
 def _serve(connection, start, rank, n, *arguments):
-    # Ctrl-C and the end of the parent shall end a process, not make its script save and go on to the next log step.
+    # A signal shall end the process at once; a script would note it, and go on to its next log step.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     train_single_gpu.on_signal = train_ddp_spawn.on_signal = lambda handler: None
+    logging.disable(logging.WARNING)  # of the compiler
     try:
         answer = start(rank, n, *arguments)
         while True:
             connection.send(answer(*connection.recv()))
-    except EOFError:
-        pass
+    except (EOFError, BrokenPipeError):
+        pass  # the parent is gone
     except torch.OutOfMemoryError:
         connection.send(Failed("out of memory"))
     except (Exception, SystemExit) as error:
-        connection.send(Failed(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"))
+        connection.send(Failed(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", unforeseen=True))
 
 
 def free_port():
@@ -413,7 +425,7 @@ def measure_scaling(flags, processes, accumulations, pace, deadline=math.inf):
                     try:
                         script, bare, n_steps = group.ask(accumulation, deadline=deadline)
                     except Failed as failure:
-                        rows.append([accumulation, str(failure), "", "", ""])
+                        rows.append([accumulation, failure.reason, "", "", ""])
                         break
                     block = n_steps * accumulation * tokens
                     figure = SimpleNamespace(speed=block / np.median(script), ratio=compare(script, bare))
@@ -435,7 +447,7 @@ def measure_scaling(flags, processes, accumulations, pace, deadline=math.inf):
                             accumulation, free_port(), deadline=deadline
                         )
                     except Failed as failure:
-                        rows.append([n, accumulation, str(failure), *[""] * 6])
+                        rows.append([n, accumulation, failure.reason, *[""] * 6])
                         break
                     block = n_steps * accumulation * tokens * n
                     figures[n, accumulation] = figure = SimpleNamespace(
@@ -591,7 +603,7 @@ def measure_ways(title, flags, baseline, ways, pace, deadline=math.inf, n_proces
             first.ask(0, batch, deadline=deadline)
             step_seconds, first_bytes = first.ask(1, batch, deadline=deadline)
         except Failed as failure:
-            print_table(title, header, [[name, str(failure), "", "", "", ""]])
+            print_table(title, header, [[name, failure.reason, "", "", "", ""]])
             return figures
         n_steps, n_pairs = plan_blocks(step_seconds, pace)
         speed = tokens / step_seconds
@@ -605,7 +617,7 @@ def measure_ways(title, flags, baseline, ways, pace, deadline=math.inf, n_proces
                         way_seconds, way_bytes = second.ask(n_steps, batch, deadline=deadline)
                         seconds.append(way_seconds)
                 except Failed as failure:
-                    rows.append([way, str(failure), "", "", "", ""])
+                    rows.append([way, failure.reason, "", "", "", ""])
                     continue
             speed = n_steps * tokens / np.median(first_seconds)
             way_speed = n_steps * tokens / np.median(seconds)
@@ -730,12 +742,12 @@ def measure_data(flags, text_megabytes, token_gigabytes):
         corpora = {}
         text = data.builtin_text().encode()
         for size in text_megabytes:
-            path = corpora[f"{size} MB of text"] = Path(folder, f"{size}.txt")
+            path = corpora[f"{size:g} MB of text"] = Path(folder, f"{size}.txt")
             with open(path, "wb") as file:
                 for _ in range(math.ceil(size * MB / len(text))):
                     file.write(text)
         for size in token_gigabytes:
-            path = corpora[f"{size} GB of token ids"] = Path(folder, f"{size}.npy")
+            path = corpora[f"{size:g} GB of token ids"] = Path(folder, f"{size}.npy")
             np.lib.format.open_memmap(path, "w+", np.uint16, (int(size * 1e9) // 2,))  # sparse: zeros that take no room
         for name, path in corpora.items():
             run_flags = [*flags, "--data", str(path), "--batch-size", "1"]
@@ -829,9 +841,10 @@ def parse_args():
         command.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     scaling.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     scaling.add_argument("--compile", action="store_true", help="torch.compile (default: off)")
+    scaling.add_argument("--processes", type=int, nargs="+", metavar="N", help="(default: 1, 2, 4 ... all GPUs)")
     for command in (scaling, gpu):
-        command.add_argument("--processes", type=int, nargs="+", metavar="N", help="(default: 1, 2, 4 ... all GPUs)")
         command.add_argument("--accumulation", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="(1 4 16)")
+    gpu.set_defaults(processes=None)
     ablate.add_argument("--processes", type=int, metavar="N", help="of the DDP table (default: all GPUs, 2 on a CPU)")
     for command, minutes in ((scaling, 5), (ablate, 15), (gpu, 8)):
         command.add_argument("--seconds", type=float, default=0.5, help="of a block of steps (default: %(default)s)")
@@ -846,46 +859,51 @@ def parse_args():
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parse_args()
     start = time.monotonic()
     if args.command == "data":
+        if not Path("/proc/self/status").exists():
+            sys.exit("error: data reads the memory of a process from Linux's /proc, which is not here")
         print_facts()
         flags = ["--preset", "tiny", "--device", "cpu", "--context-length", "1024", "--tokenizer", args.tokenizer]
         measure_data(flags, args.text, args.tokens)
-        return
+    else:
+        try:
+            measure_speed(args, Pace(args.seconds, args.pairs), start + 60 * args.minutes - 10)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+    print(f"\n{time.monotonic() - start:.0f} s in all")
+    if UNFORESEEN:
+        sys.exit(f"error: not all could be measured: {UNFORESEEN[0]}")
 
-    deadline = start + 60 * args.minutes - 10
-    pace = Pace(args.seconds, args.pairs)
+
+def measure_speed(args, pace, deadline):
+    """Run `scaling`, `ablate`, or for `gpu` both."""
+    n_gpus = 0 if getattr(args, "device", "cuda") == "cpu" else torch.cuda.device_count()
+    n_all = n_gpus or 2
+    powers = [2**i for i in range(n_all.bit_length()) if 2**i < n_all]
     if args.command == "gpu":
         if not torch.cuda.is_available():
             sys.exit("error: gpu needs a CUDA GPU, there is none here")
-        flags = ["--preset", "gpt2"]
-        batch_size = largest_batch(flags, deadline)
-        flags_of_scaling = [*flags, "--batch-size", str(batch_size), "--compile"]
+        flags, processes = ["--preset", "gpt2"], sorted({1, n_all})
+        scaling_flags = [*flags, "--batch-size", str(largest_batch(flags, deadline)), "--compile"]
     else:
-        flags = ["--device", args.device]
+        flags, processes = ["--device", args.device], [*powers, n_all]
         for name in ("preset", "context_length", "batch_size"):
             if getattr(args, name) is not None:
                 flags += [f"--{name.replace('_', '-')}", getattr(args, name)]
-        if args.command == "scaling":
-            flags_of_scaling = [*flags, "--dtype", args.dtype, *["--compile"] * args.compile]
-    n_all = torch.cuda.device_count() or 2
-
-    try:
-        print_facts(script_args(flags if args.command == "ablate" else flags_of_scaling))
-        if args.command != "ablate":
-            processes = args.processes or sorted({*(2**i for i in range(n_all.bit_length()) if 2**i < n_all), n_all})
-            if args.command == "gpu":
-                processes = args.processes or sorted({1, n_all})
-            measure_scaling(flags_of_scaling, processes, args.accumulation, pace, deadline)
-        if args.command != "scaling":
-            print_facts(script_args(flags)) if args.command == "gpu" else None
-            measure_ablation(flags, n_all if args.command == "gpu" else args.processes or n_all, pace, deadline)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    print(f"\n{time.monotonic() - start:.0f} s in all")
+        scaling_flags = flags + (["--dtype", args.dtype, *["--compile"] * args.compile] if "dtype" in args else [])
+    if args.command != "ablate":
+        script = script_args(scaling_flags)
+        print_facts(script, f"{script.dtype}{', compiled' if script.compile else ''}")
+        half_time = (time.monotonic() + deadline) / 2 if args.command == "gpu" else deadline
+        measure_scaling(scaling_flags, args.processes or processes, args.accumulation, pace, half_time)
+    if args.command != "scaling":
+        print_facts(script_args(flags), "16 bits, TF32 and the compiler where the row says so")
+        measure_ablation(flags, args.processes or n_all, pace, deadline)
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(128 + signal.SIGINT)

@@ -71,7 +71,7 @@ def start(script, *flags, n=1, folder=ROOT, cwd=None, env=None):
 
 
 def finish(process, timeout=600):
-    """Wait for a started script; returns (status, stdout, stderr). One that hangs fails the test and leaves no orphan."""
+    """Wait for a started script; returns (status, stdout, stderr). A hang fails the test and leaves no orphan."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -468,20 +468,13 @@ def test_a_peer_that_never_joins_ends_the_run_with_what_was_waited_for_and_the_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_port_in_use_ends_the_run_at_once_with_the_port_and_the_reason(script, corpus, tmp_path):
+def test_a_port_in_use_ends_the_run_at_once_with_the_port_and_the_reason(corpus, tmp_path):
+    """For the spawn script: under torchrun the port is torchrun's to serve, before any process of ours exists."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        launch = Launch(
-            tmp_path / "log",
-            script,
-            *("--data", corpus, *FLAGS),
-            n=2,
-            replace={"--standalone": f"--master_port={port}"},
-            MASTER_PORT=port,
-        )
+        launch = Launch(tmp_path / "log", SPAWN, "--data", corpus, *FLAGS, n=2, MASTER_PORT=port)
         status = launch.finish(90)
     assert status not in (0, 143, 130)
     assert re.search(rf"(?i){port}.*(EADDRINUSE|address already in use)", launch.text), launch.text
