@@ -62,6 +62,15 @@ FLAT = " ".join(README.split())
 CODE = re.findall(r"`([^`]+)`", PROSE)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that share tensors this small mostly wait for each other."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
 def blocks(*languages):
     return [block for block in BLOCKS if block.language in languages]
 
