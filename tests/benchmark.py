@@ -14,6 +14,7 @@ tokenizer is fetched.
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import logging
 import math
 import os
@@ -32,7 +33,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch._dynamo  # else the first optimizer imports it, in the time that a start takes
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -275,7 +275,8 @@ def run_script(train, turns, *train_arguments):
         return learning_rate(step, *rest)
 
     gpt.learning_rate = hold
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # compiles the next model from scratch, of the same shape or not
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             train(*train_arguments)
@@ -407,7 +408,7 @@ def bytes_written():
     return 0
 
 
-def measure_scaling(flags, processes, accumulations, pace, deadline=math.inf):
+def measure_scaling(flags, processes, accumulations, pace, deadline=math.inf, ddp=True):
     """Print the tables of `scaling`; returns {("single" or processes, accumulation): SimpleNamespace}."""
     args = script_args(flags)
     tokens = args.batch_size * args.context_length
@@ -439,7 +440,7 @@ def measure_scaling(flags, processes, accumulations, pace, deadline=math.inf):
             )
 
         rows = []
-        for n in processes:
+        for n in processes if ddp else []:
             with Group(start_ddp, n, flags, pace) as group:
                 for accumulation in accumulations:
                     try:
@@ -459,23 +460,24 @@ def measure_scaling(flags, processes, accumulations, pace, deadline=math.inf):
                     one = figures.get((1, accumulation))
                     rows.append([n, accumulation, figure.speed, block / np.median(apart), figure.ratio])
                     rows[-1].append(f"{figure.speed / one.speed:.2f}" if one else None)
-                    rows[-1].append(None if n_bytes is None else n_bytes / MB)
+                    rows[-1].append(None if n_bytes is None else round(n_bytes) / MB)
                     rows[-1] += [figure.paper_bytes / MB, mfu(figure.speed, args, n)]
-        print_table(
-            "train_ddp_spawn.py against the same steps without all-reduce (bytes: sent by a process in a step)",
-            [
-                "processes",
-                "accumulation",
-                "DDP, tokens/s",
-                "no all-reduce, tokens/s",
-                "efficiency (quartiles)",
-                "times 1 process",
-                "MB sent",
-                "MB on paper",
-                "MFU",
-            ],
-            rows,
-        )
+        if ddp:
+            print_table(
+                "train_ddp_spawn.py against the same steps without all-reduce (bytes: sent by a process in a step)",
+                [
+                    "processes",
+                    "accumulation",
+                    "DDP, tokens/s",
+                    "no all-reduce, tokens/s",
+                    "efficiency (quartiles)",
+                    "times 1 process",
+                    "MB sent",
+                    "MB on paper",
+                    "MFU",
+                ],
+                rows,
+            )
     return figures
 
 
@@ -671,6 +673,8 @@ def measure_ablation(flags, n_processes, pace, deadline=math.inf):
 
 def start_run(rank, n_processes, flags):
     """Answers with the seconds from the call of train_single_gpu.py to the end of its first step, and peak memory."""
+
+    importlib.import_module("torch._dynamo")  # else the first optimizer imports it, in the time that a start takes
 
     def turns(device):
         yield
