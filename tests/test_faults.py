@@ -224,12 +224,15 @@ def test_a_signal_just_before_the_first_process_starts_is_not_lost(corpus, tmp_p
 
 
 def restarted_run(folder, corpus, kills, moments):
-    """Kill a worker `kills` times with SIGKILL after some steps of each attempt; returns the run and its metrics."""
+    """Kill a worker `kills` times with SIGKILL after some steps of each attempt; returns the run and its metrics.
+
+    At least three steps, so that each attempt saves once (the second step is surely saved when the third is printed).
+    """
     flags = ("--data", corpus, *FLAGS, *EXACT, "--out", folder / "out", "--resume")
     restarting = {"--standalone": ["--standalone", "--max-restarts=3"]}
     launch = Launch(folder / "log", TORCHRUN, *flags, n=2, replace=restarting)
     for number in range(kills):
-        begun = rf"(?s)(^preset.*){{{number + 1}}}" + "^epoch .*" * moments.randint(2, 6)
+        begun = rf"(?s)(^preset.*){{{number + 1}}}" + "^epoch .*" * moments.randint(3, 6)
         launch.wait_for(begun)
         time.sleep(moments.uniform(0, 0.15))
         os.kill(launch.ranks()[moments.randrange(2)], signal.SIGKILL)
