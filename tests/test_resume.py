@@ -279,10 +279,10 @@ def undisturbed_and_chain(folder, corpus, reference, stages, *flags):
     copy = hooked(folder / "code", INTERRUPTIONS)
     undisturbed, chain = Ending(folder / "undisturbed"), Ending(folder / "chain")
     launch = undisturbed.launch(copy, corpus, *reference, *flags)
-    if reference[1] > 1:  # beside one process there is a core for the chain
+    if reference[0] != SINGLE:  # which leaves a core for the chain beside it
         undisturbed.finish(launch)
     chain.chain(copy, corpus, stages, *flags)
-    if reference[1] == 1:
+    if reference[0] == SINGLE:
         undisturbed.finish(launch)
     assert undisturbed.statuses == [0], undisturbed.logs
     assert chain.statuses[-1] == 0, chain.logs
