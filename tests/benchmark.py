@@ -14,6 +14,7 @@ tokenizer is fetched.
 import argparse
 import contextlib
 import dataclasses
+import gc
 import importlib
 import logging
 import math
@@ -275,6 +276,7 @@ def run_script(train, turns, *train_arguments):
         return learning_rate(step, *rest)
 
     gpt.learning_rate = hold
+    gc.collect()  # the model before, whose memory this one needs
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # compiles the next model from scratch, of the same shape or not
     try:
