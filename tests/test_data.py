@@ -208,7 +208,7 @@ def test_a_million_spaces_before_a_word_are_refused_with_a_reason(gpt2_tokenizer
 
 
 def test_the_longest_run_of_spaces_that_tiktoken_takes_is_not_refused(gpt2_tokenizer, tmp_path):
-    text = "a" + " " * 999_998 + "b"
+    text = "a" + " " * 999_998 + "bcd"
     assert np.array_equal(ids_in_pieces(tmp_path, text, gpt2_tokenizer), ids_of(text, gpt2_tokenizer))
 
 
@@ -258,15 +258,15 @@ MEASURE_TOKENIZING = """
 import os, sys
 import data
 
-def peak():  # of this program alone: ru_maxrss starts with its parent's
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+def memory(field):  # of this program alone: ru_maxrss starts with its parent's
+    return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
 
 os.cpu_count = lambda: int(sys.argv[3])
 tokenizer = data.get_tokenizer(sys.argv[1])
 tokenizer.encode_ordinary("ready")
-before = peak()
+before = memory("VmRSS")
 tokens = data.load_tokens(sys.argv[2], tokenizer)
-print(peak() - before, len(tokens))
+print(memory("VmHWM") - before, len(tokens))  # the highest since the start
 """
 
 
@@ -402,18 +402,18 @@ def test_a_change_that_keeps_size_and_modification_time_is_not_seen_as_documente
     assert data.load_tokens(corpus, bytes_tokenizer).tolist() == before
 
 
-def test_a_text_that_grows_while_it_is_tokenized_is_tokenized_again(corpus, bytes_tokenizer, monkeypatch):
-    def replace(*paths):
-        with open(corpus, "a") as file:
-            file.write("More.\n")
-        real_replace(*paths)
+def test_a_text_that_grows_while_it_is_tokenized_is_tokenized_again(corpus, bytes_tokenizer):
+    class Meanwhile:
+        name, n_vocab, eot_token = "bytes", 257, 256
 
-    real_replace = os.replace
-    monkeypatch.setattr(os, "replace", replace)
-    data.load_tokens(corpus, bytes_tokenizer)
-    monkeypatch.undo()
+        def encode_ordinary_batch(self, texts, num_threads):
+            with open(corpus, "a") as file:
+                file.write("More.\n")
+            return [list(text.encode()) for text in texts]
+
+    data.load_tokens(corpus, Meanwhile())
+    assert corpus.read_text().endswith("mat.\nMore.\n")
     assert data.load_tokens(corpus, bytes_tokenizer).tolist() == ids_of(corpus.read_text(), bytes_tokenizer)
-    assert corpus.read_text().endswith("More.\n")
 
 
 def test_a_file_torn_at_any_byte_is_made_anew(corpus, bytes_tokenizer):
@@ -701,6 +701,10 @@ def save_broken_header(path):
     path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<u2', 'shape': (\n".ljust(118) + bytes(60))
 
 
+def save_long_header(path):  # of which numpy speaks in several lines
+    path.write_bytes(b"\x93NUMPY\x01\x00" + (20_000).to_bytes(2, "little") + b"{}".ljust(20_000))
+
+
 BAD_FILES = {
     "empty.txt": (lambda path: path.touch(), "is empty"),
     "empty.npy": (lambda path: path.touch(), "is empty"),
@@ -721,6 +725,7 @@ BAD_FILES = {
     "archive.npy": (save_archive, "no .npy file of token ids"),
     "truncated.npy": (save_truncated, "no .npy file of token ids, or it is damaged"),
     "header.npy": (save_broken_header, "no .npy file of token ids, or it is damaged"),
+    "long.npy": (save_long_header, "no .npy file of token ids, or it is damaged"),
     "magic.npy": (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"), "no .npy file of token ids"),
     "text.npy": (lambda path: path.write_text("The cat sat on the mat.\n"), "no .npy file of token ids"),
 }
@@ -1067,8 +1072,9 @@ def test_the_blocks_leave_no_token_out_of_a_corpus_up_to_a_million():
 
 
 def test_the_fingerprint_knows_the_length_and_the_order():
-    tokens = np.zeros(1000, dtype=np.uint16)
-    assert len({data.fingerprint(tokens[:n]) for n in (998, 999, 1000)}) == 3
+    tokens = np.zeros(4_000_000, dtype=np.uint16)  # above a million tokens the blocks alone do not tell the length
+    lengths = 998, 999, 1000, 3_999_999, 4_000_000
+    assert len({data.fingerprint(tokens[:n]) for n in lengths}) == len(lengths)
     assert data.fingerprint(np.array([1, 2])) != data.fingerprint(np.array([2, 1]))
     assert data.fingerprint(np.array([258])) != data.fingerprint(np.array([2, 1]))
 
