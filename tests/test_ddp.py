@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,10 +112,11 @@ def test_a_diff_shows_little_but_ddp(old, new):
 # The same command, the same losses
 
 SMALL = ("--device", "cpu", "--tokenizer", "bytes", "--context-length", 8, "--global-batch-size", 12)
-FLAGS = (*SMALL, "--log-every", 1, "--eval-every", 20)
+FLAGS = (*SMALL, "--log-every", 1, "--eval-every", 30)
 WHOLE, ACCUMULATED = ("--batch-size", 12), ("--batch-size", 3)  # 1, 2, 3 processes: 1 x 12, 6, 4; 4 x 3, 2 x 3, 2 x 2
 FLOAT64, FLOAT32 = ("--dtype", "float64", "--max-steps", 120), ("--dtype", "float32", "--max-steps", 40)
-ONE_THREAD = {"OMP_NUM_THREADS": 1, "MASTER_PORT": None}  # several runs at once on few cores
+# Several runs share few cores: threads that wait must not keep one busy.
+ONE_THREAD = {"OMP_NUM_THREADS": 1, "OMP_WAIT_POLICY": "PASSIVE", "MASTER_PORT": None}
 
 
 @pytest.fixture(scope="module")
@@ -133,66 +135,94 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_agent(node_rank, port, *flags):
-    """Start torchrun as on one of two machines with a process each."""
-    arguments = command(TORCHRUN, *flags, n=1)
-    place = arguments.index("--standalone")
-    rendezvous = f"--nnodes=2 --node_rank={node_rank} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port}"
-    arguments[place : place + 1] = rendezvous.split()
-    return subprocess.Popen(
-        arguments,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def start_machines(script, *flags):
+    """Start a DDP script as on two machines with a process each."""
+    port = free_port()
+    if script == SPAWN:
+        env = {**ONE_THREAD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [start(SPAWN, *flags, "--nnodes", 2, "--node-rank", node, n=1, env=env) for node in (0, 1)]
+    processes = []
+    for node in (0, 1):
+        rendezvous = f"--nnodes=2 --node_rank={node} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port}"
+        arguments = command(TORCHRUN, *flags, n=1)
+        place = arguments.index("--standalone")
+        arguments[place : place + 1] = rendezvous.split()
+        env = {**os.environ, **{name: str(value) for name, value in ONE_THREAD.items() if value is not None}}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(arguments, env=env, start_new_session=True, **pipes))
+    return processes
 
 
-def two_launches(*flags, port=None):
-    """Start the spawn script as on two machines with a process each."""
-    env = {**ONE_THREAD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port()}
-    return [start(SPAWN, *flags, "--nnodes", 2, "--node-rank", node, n=1, env=env) for node in (0, 1)]
+# A copy with these changes tells how often gradients were averaged, and the seed and the threads of each step.
+PROBED = (
+    (
+        "    optimizer = torch.optim.AdamW(",
+        """    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    averaged = []
+
+    def count(state, bucket):
+        averaged.append(bucket.is_last())
+        return allreduce_hook(state, bucket)
+
+    ddp_model.register_comm_hook(None, count)
+    optimizer = torch.optim.AdamW(""",
+    ),
+    (
+        "        scaler.unscale_(optimizer)",
+        """        seen = f"averaged {sum(averaged)} seed {torch.initial_seed()} threads {torch.get_num_threads()}"
+        print(f"PROBE rank {rank} step {step} {seen}", flush=True)
+        scaler.unscale_(optimizer)""",
+    ),
+)
+
+MACHINES = "1 + 1"  # in place of a number of processes
+
+RUNS = [  # those of a row at the same time
+    {
+        "float64 single": (SINGLE, 1, *FLOAT64, *WHOLE),
+        "float64 spawn 2": (SPAWN, 2, *FLOAT64, *ACCUMULATED),
+        "float32 spawn 2 probed": (SPAWN, 2, *FLOAT32, *ACCUMULATED),
+    },
+    {
+        "float64 torchrun 3": (TORCHRUN, 3, *FLOAT64, *ACCUMULATED),
+        "float32 torchrun 2 probed": (TORCHRUN, 2, *FLOAT32, *ACCUMULATED),
+    },
+    {
+        "float32 single": (SINGLE, 1, *FLOAT32, *WHOLE),
+        "float32 spawn 1 + 1": (SPAWN, MACHINES, *FLOAT32, *WHOLE),
+        "float32 torchrun 1 + 1": (TORCHRUN, MACHINES, *FLOAT32, *WHOLE),
+    },
+]
+NAMES_64 = ["float64 spawn 2", "float64 torchrun 3"]
+NAMES_32 = [name for row in RUNS for name in row if name.startswith("float32") and name != "float32 single"]
+
+
+def run_all(runs, corpus, parent):
+    """Runs at the same time, by name: what `finish` returns of the processes of each, and its `folder`."""
+    started = {}
+    for name, (script, n, *flags) in runs.items():
+        folder, code = parent / name, ROOT
+        flags = ("--data", corpus, *FLAGS, *flags, "--out", folder)
+        if "probed" in name:
+            code = parent / f"code of {name}"
+            code.mkdir()
+            patched_copy(code, script, *PROBED)
+        if n == MACHINES:
+            started[name] = start_machines(script, *flags)
+        else:
+            started[name] = [start(script, *flags, n=n, folder=code, env=ONE_THREAD)]
+    return {
+        name: SimpleNamespace(folder=parent / name, processes=[finish(process) for process in processes])
+        for name, processes in started.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def ended(corpus, tmp_path_factory):
-    """Runs by name, as `folder` and what `finish` returns of each process. Those of a row run at the same time."""
-    folders, results = {}, {}
-
-    def flags(name, *more):
-        folders[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
-        return ("--data", corpus, *FLAGS, *more, "--out", folders[name])
-
-    def one(name, script, n, *more):
-        return {name: [start(script, *flags(name, *more), n=n, env=ONE_THREAD)]}
-
-    def agents(name, *more):
-        port = free_port()
-        shared = flags(name, *more)
-        return {name: [start_agent(node, port, *shared) for node in (0, 1)]}
-
-    for row in (
-        lambda: {
-            **one("float64 single", SINGLE, 1, *FLOAT64, *WHOLE),
-            **one("float64 spawn 2", SPAWN, 2, *FLOAT64, *ACCUMULATED),
-            **one("float32 spawn 3", SPAWN, 3, *FLOAT32, *WHOLE),
-        },
-        lambda: {
-            **one("float32 single", SINGLE, 1, *FLOAT32, *ACCUMULATED),
-            **one("float64 torchrun 3", TORCHRUN, 3, *FLOAT64, *ACCUMULATED),
-            **one("float32 torchrun 2", TORCHRUN, 2, *FLOAT32, *ACCUMULATED),
-        },
-        lambda: {
-            **agents("float64 torchrun 1 + 1", *FLOAT64, *WHOLE),
-        },
-        lambda: {
-            "float64 spawn 1 + 1": two_launches(*flags("float64 spawn 1 + 1", *FLOAT64, *WHOLE)),
-        },
-    ):
-        started = row()
-        results |= {name: [finish(process) for process in processes] for name, processes in started.items()}
-    return {name: SimpleNamespace(folder=folders[name], processes=results[name]) for name in results}
+    """The runs of RUNS by name."""
+    parent = tmp_path_factory.mktemp("runs")
+    return {name: run for row in RUNS for name, run in run_all(row, corpus, parent).items()}
 
 
 def stdout_of(run):
@@ -210,9 +240,10 @@ def assert_same_losses(run, reference, steps, tolerance):
     stdout_of(run), stdout_of(reference)
     rows, expected = read_metrics(run.folder), read_metrics(reference.folder)
     assert [row["step"] for row in rows] == [row["step"] for row in expected] == list(range(1, steps + 1))
+    assert sum(row["val_loss"] is not None for row in rows) >= 2
     for row, other in zip(rows, expected):
         assert relative_difference(row["train_loss"], other["train_loss"]) <= tolerance, row
-        assert (row["val_loss"] is not None) == (row["step"] % 20 == 0) == (other["val_loss"] is not None)
+        assert (row["val_loss"] is None) == (other["val_loss"] is None)
         if row["val_loss"] is not None:
             assert relative_difference(row["val_loss"], other["val_loss"]) <= tolerance, row
 
@@ -226,49 +257,44 @@ def assert_same_parameters(run, reference, tolerance):
         assert difference <= tolerance, name
 
 
-LAUNCHES_64 = ["float64 spawn 2", "float64 torchrun 3", "float64 spawn 1 + 1", "float64 torchrun 1 + 1"]
-
-
-@pytest.mark.parametrize("name", LAUNCHES_64)
+@pytest.mark.parametrize("name", NAMES_64)
 def test_the_losses_are_those_of_one_process(name, ended):
     assert_same_losses(ended[name], ended["float64 single"], steps=120, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", LAUNCHES_64)
+@pytest.mark.parametrize("name", NAMES_64)
 def test_the_final_parameters_are_those_of_one_process(name, ended):
     assert_same_parameters(ended[name], ended["float64 single"], tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", ["float32 spawn 3", "float32 torchrun 2"])
-def test_in_float32_the_losses_differ_by_rounding_alone(name, ended):
+@pytest.mark.parametrize("name", NAMES_32)
+def test_in_float32_and_on_two_machines_the_losses_differ_by_rounding_alone(name, ended):
     assert_same_losses(ended[name], ended["float32 single"], steps=40, tolerance=2e-5)
 
 
 def test_two_spawn_runs_at_once_never_meet(ended):
-    """They ran at the same time, each with a group of its own: neither waited for the other, nor took its losses."""
-    for name, processes in (("float64 spawn 2", 2), ("float32 spawn 3", 3)):
-        assert f"{processes} processes" in stdout_of(ended[name])
-        assert_same_losses(ended[name], ended[name.split()[0] + " single"], *{2: (120, 1e-9), 3: (40, 2e-5)}[processes])
+    """They started together, and neither found the other's processes in its group."""
+    for name in ("float64 spawn 2", "float32 spawn 2 probed"):
+        assert "x 2 processes" in stdout_of(ended[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, steps, tolerance", [(FLOAT64, 120, 1e-9), (FLOAT32, 40, 2e-5)])
-def test_every_number_of_processes_and_every_accumulation_gives_the_same_losses(
-    dtype, steps, tolerance, corpus, tmp_path
-):
-    def run(name, script, n, batch):
-        folder = tmp_path / name
-        process = start(script, "--data", corpus, *FLAGS, *dtype, *batch, "--out", folder, n=n, env=ONE_THREAD)
-        return SimpleNamespace(folder=folder, processes=[finish(process)])
-
-    reference = run("reference", SINGLE, 1, WHOLE)
-    for script in SCRIPTS:
-        for n in (1,) if script == SINGLE else (1, 2, 3):
-            for batch in (WHOLE, ACCUMULATED):
-                other = run(f"{script} {n} {batch[1]}", script, n, batch)
-                assert_same_losses(other, reference, steps, tolerance)
-                if dtype is FLOAT64:
-                    assert_same_parameters(other, reference, tolerance)
+def test_any_processes_machines_and_accumulation_give_the_same_losses(dtype, steps, tolerance, corpus, tmp_path):
+    runs = {
+        f"{script} {n} {batch[1]}": (script, n, *dtype, *batch)
+        for script in SCRIPTS
+        for n in ((1,) if script == SINGLE else (1, 2, 3, MACHINES))
+        for batch in (WHOLE, ACCUMULATED)
+    }
+    ended = {}
+    for name in runs:
+        ended |= run_all({name: runs[name]}, corpus, tmp_path)
+    reference = ended[f"{SINGLE} 1 {WHOLE[1]}"]
+    for run in ended.values():
+        assert_same_losses(run, reference, steps, tolerance)
+        if dtype is FLOAT64:
+            assert_same_parameters(run, reference, tolerance)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -303,7 +329,7 @@ def test_above_eight_ranks_the_lowest_and_the_highest_loss_are_named():
     assert "rank" not in line([3.0])
 
 
-@pytest.mark.parametrize("name", [*LAUNCHES_64, "float32 spawn 3", "float32 torchrun 2"])
+@pytest.mark.parametrize("name", [*NAMES_64, *NAMES_32])
 def test_one_process_speaks_for_all(name, ended):
     run = ended[name]
     stdout = stdout_of(run)
@@ -315,53 +341,25 @@ def test_one_process_speaks_for_all(name, ended):
     assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoint.pt", "metrics.csv"]
 
 
-@pytest.mark.parametrize("name", ["float64 single", "float64 spawn 2", "float64 torchrun 3", *LAUNCHES_64[2:]])
+@pytest.mark.parametrize("name", ["float64 single", *NAMES_64, "float32 spawn 1 + 1"])
 def test_a_normal_run_warns_of_nothing(name, ended):
-    """OMP_NUM_THREADS is set here, on which torchrun has its own word otherwise."""
+    """OMP_NUM_THREADS is set here: where it is not, torchrun has a word of its own."""
     assert [stderr for _, _, stderr in ended[name].processes] == [""] * len(ended[name].processes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What each process does, seen by a copy that tells
-
-PROBED = (
-    (
-        "    optimizer = torch.optim.AdamW(",
-        """    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    averaged = []
-
-    def count(state, bucket):
-        averaged.append(bucket.is_last())
-        return allreduce_hook(state, bucket)
-
-    ddp_model.register_comm_hook(None, count)
-    optimizer = torch.optim.AdamW(""",
-    ),
-    (
-        "        scaler.unscale_(optimizer)",
-        """        seen = f"averaged {sum(averaged)} seed {torch.initial_seed()} threads {torch.get_num_threads()}"
-        print(f"PROBE rank {rank} step {step} {seen}", flush=True)
-        scaler.unscale_(optimizer)""",
-    ),
-)
+# What each process does, told by the probes
 
 
 @pytest.fixture(scope="module")
-def probes(corpus, tmp_path_factory):
-    """Per DDP script, what each of two ranks told at each of three steps of three micro-batches."""
-    started = {}
-    for script in DDP_SCRIPTS:
-        copy = patched_copy(tmp_path_factory.mktemp("probed"), script, *PROBED)
-        flags = ("--data", corpus, *SMALL, "--batch-size", 2, "--max-steps", 3)
-        started[script] = start(script, *flags, n=2, folder=copy, env={"OMP_NUM_THREADS": None})
+def probes(ended):
+    """Per DDP script, what each of two ranks told at each of 40 steps of two micro-batches."""
+    pattern = r"^PROBE rank (\d+) step (\d+) averaged (\d+) seed (\d+) threads (\d+)$"
     probes = {}
-    for script, process in started.items():
-        status, stdout, stderr = finish(process)
-        assert status == 0, stdout + stderr
-        pattern = r"PROBE rank (\d) step (\d) averaged (\d+) seed (\d+) threads (\d+)"
-        probes[script] = [tuple(map(int, values)) for values in re.findall(pattern, stdout)]
-        assert sorted(values[:2] for values in probes[script]) == [(r, s) for r in (0, 1) for s in (1, 2, 3)]
+    for script, name in ((SPAWN, "float32 spawn 2 probed"), (TORCHRUN, "float32 torchrun 2 probed")):
+        told = re.findall(pattern, stdout_of(ended[name]), re.MULTILINE)
+        probes[script] = sorted(tuple(map(int, values)) for values in told)
+        assert [values[:2] for values in probes[script]] == [(r, s) for r in (0, 1) for s in range(1, 41)]
     return probes
 
 
@@ -374,7 +372,7 @@ def test_gradients_are_averaged_once_per_step_however_many_batches_it_accumulate
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_each_rank_and_each_step_has_its_own_seed_for_dropout(script, probes):
     seeds = [seed for _, _, _, seed, _ in probes[script]]
-    assert len(set(seeds)) == 6
+    assert len(set(seeds)) == 80
     assert set(seeds) == {seed for *_, seed, _ in probes[SPAWN]}, "whichever script it is"
 
 
@@ -520,86 +518,99 @@ def test_torchrun_s_script_started_without_it_says_how_to_start(
 
 ENDS_IN = 60  # seconds
 ENDLESS = (*SMALL, "--max-steps", 10**6, "--log-every", 1, "--eval-every", 10**6)
+FAULTS = {  # of rank 1 in step 3, and the flags of the run
+    "exception": ("raise RuntimeError('broken on purpose')", ENDLESS),
+    "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", ENDLESS),
+    "drift": ("model.final_norm.bias.data[0] += 1e-6", (*SMALL, "--max-steps", 6, "--log-every", 1, "--eval-every", 2)),
+}
+QUICK = [(SPAWN, "exception"), (TORCHRUN, "exception"), (SPAWN, "kill -9"), (SPAWN, "drift")]  # at the same time
 
 
-def start_broken(folder, corpus, statement, flags=ENDLESS, when="rank == 1 and step == 3"):
-    """Start both DDP scripts, changed to do something in a step; returns them by name."""
-    started = {}
-    for script in DDP_SCRIPTS:
-        change = f"        if {when}:\n            {statement}\n        scaler.unscale_(optimizer)"
-        (folder / script).mkdir()
-        copy = patched_copy(folder / script, script, ("        scaler.unscale_(optimizer)", change))
-        started[script] = start(script, "--data", corpus, *flags, n=2, folder=copy, env=ONE_THREAD)
-    return started
+@pytest.fixture(scope="module")
+def broken(corpus, tmp_path_factory):
+    """A function that gives status, stdout and stderr of a script with a fault, and the seconds from that to its end.
+
+    `finish` waits until nobody holds the pipes any more: an orphan is not overlooked.
+    """
+    ended = {}
+
+    def start_broken(script, fault):
+        statement, flags = FAULTS[fault]
+        lines = ["if rank == 1 and step == 3:", "    print('FAULT AT', time.time(), flush=True)", f"    {statement}"]
+        change = "".join(f"        {line}\n" for line in lines) + "        scaler.unscale_(optimizer)"
+        copy = patched_copy(tmp_path_factory.mktemp("broken"), script, ("        scaler.unscale_(optimizer)", change))
+        return start(script, "--data", corpus, *flags, n=2, folder=copy, env=ONE_THREAD)
+
+    def get(*case):
+        if case not in ended:
+            started = {case: start_broken(*case) for case in (QUICK if case in QUICK else [case])}
+            for other, process in started.items():
+                status, stdout, stderr = finish(process)
+                seconds = time.time() - float(re.search(r"FAULT AT (\S+)", stdout)[1])
+                ended[other] = status, stdout, stderr, seconds
+        return ended[case]
+
+    return get
 
 
-# finish() waits until nobody holds the pipes of a launch any more: a process that outlives it fails these tests.
+def cases(fault):
+    return [pytest.param(s, fault, marks=[] if (s, fault) in QUICK else pytest.mark.slow) for s in DDP_SCRIPTS]
 
 
-def test_an_exception_in_one_rank_ends_the_whole_job_with_its_reason(corpus, tmp_path):
-    started = start_broken(tmp_path, corpus, "raise RuntimeError('broken on purpose')")
-    ended = {script: finish(process, timeout=ENDS_IN) for script, process in started.items()}
-    for status, stdout, stderr in ended.values():
-        assert status not in (0, -signal.SIGKILL)
-        assert "step 2/" in stdout and "step 3/" not in stdout
-        assert "RuntimeError: broken on purpose" in stderr
-    assert "Process 1 terminated with the following error" in ended[SPAWN][2]
-    summary = ended[TORCHRUN][2].split("Root Cause", 1)[1]
-    assert "rank      : 1 " in summary and "RuntimeError: broken on purpose" in summary
+@pytest.mark.parametrize("script, fault", [*cases("exception"), *cases("kill -9")])
+def test_a_rank_that_fails_ends_the_whole_job_soon_and_its_reason_is_shown(script, fault, broken):
+    status, stdout, stderr, seconds = broken(script, fault)
+    assert status not in (0, -signal.SIGKILL)
+    assert seconds < ENDS_IN
+    assert "step 2/" in stdout and "step 3/" not in stdout
+    reason = "RuntimeError: broken on purpose" if fault == "exception" else "SIGKILL"
+    if script == TORCHRUN:
+        cause = stderr.split("Root Cause", 1)[1]
+        assert "rank      : 1 " in cause and reason in cause
+    elif fault == "exception":
+        assert "Process 1 terminated with the following error" in stderr and reason in stderr
+    else:
+        assert stderr == "error: process 1 was ended by SIGKILL\n"
 
 
-def test_a_killed_rank_ends_the_whole_job_and_is_named(corpus, tmp_path):
-    started = start_broken(tmp_path, corpus, "os.kill(os.getpid(), signal.SIGKILL)")
-    ended = {script: finish(process, timeout=ENDS_IN) for script, process in started.items()}
-    for status, stdout, _ in ended.values():
-        assert status not in (0, -signal.SIGKILL)
-        assert "step 2/" in stdout and "step 3/" not in stdout
-    assert "process 1 was ended by SIGKILL" in ended[SPAWN][2]
-    summary = ended[TORCHRUN][2].split("Root Cause", 1)[1]
-    assert "rank      : 1 " in summary and "SIGKILL" in summary
+@pytest.mark.parametrize("script, fault", cases("drift"))
+def test_a_replica_that_drifted_is_found_at_the_next_evaluation_and_named(script, fault, broken):
+    status, stdout, stderr, seconds = broken(script, fault)
+    assert status not in (0, -signal.SIGKILL)
+    assert seconds < ENDS_IN
+    assert "step 2: validation loss" in stdout and "step 4: validation loss" not in stdout
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "model of rank 1 is not that of rank 0" in errors[0], stderr
 
 
-def test_a_replica_that_drifted_is_found_at_the_next_evaluation_and_named(corpus, tmp_path):
-    drift = "model.final_norm.bias.data[0] += 1e-6"
-    started = start_broken(
-        tmp_path, corpus, drift, flags=(*SMALL, "--max-steps", 6, "--log-every", 1, *("--eval-every", 2))
-    )
-    for script, process in started.items():
-        status, stdout, stderr = finish(process, timeout=ENDS_IN)
-        assert status not in (0, -signal.SIGKILL)
-        assert "step 2: validation loss" in stdout and "step 4: validation loss" not in stdout
-        errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and "model of rank 1 is not that of rank 0" in errors[0], (script, stderr)
-
-
+@pytest.mark.slow
 def test_a_machine_with_another_corpus_is_named_before_the_first_step(corpus, tmp_path):
     """Of the same length: only the fingerprint tells."""
     other = tmp_path / "other.txt"
     other.write_bytes(corpus.read_bytes().replace(b"e", b"a", 1))
-    port = free_port()
-    env = {**ONE_THREAD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {**ONE_THREAD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     flags = (*ENDLESS, "--nnodes", 2, "--node-rank")
     started = [start(SPAWN, "--data", path, *flags, node, n=1, env=env) for node, path in enumerate((corpus, other))]
-    first, second = (finish(process, timeout=ENDS_IN) for process in started)
-    assert first[0] not in (0, -signal.SIGKILL) and second[0] not in (0, -signal.SIGKILL)
-    assert "error: the corpus of rank 1 is not that of rank 0" in first[2]
-    assert "built into Python differs" in first[2]
-    assert "step 1/" not in first[1]
+    ended = [finish(process) for process in started]
+    assert all(status not in (0, -signal.SIGKILL) for status, _, _ in ended)
+    assert "error: the corpus of rank 1 is not that of rank 0" in ended[0][2]
+    assert "built into Python differs" in ended[0][2]
+    assert "step 1/" not in ended[0][1]
 
 
-def test_ctrl_c_ends_every_process_without_a_traceback_of_ours(corpus):
-    started = {script: start(script, "--data", corpus, *ENDLESS, n=2, env=ONE_THREAD) for script in DDP_SCRIPTS}
-    for process in started.values():
-        while "step 2/" not in (line := process.stdout.readline()):
-            assert line, process.stderr.read()
-        os.killpg(process.pid, signal.SIGINT)
-    for script, process in started.items():
-        status, stdout, stderr = finish(process, timeout=ENDS_IN)
-        assert "stopped by SIG" in stdout
-        assert script not in stderr, stderr
-        if script == SPAWN:  # torchrun shows its own traceback, and ends with a status of its own
-            assert (status, stderr) == (128 + signal.SIGINT, "")
-        assert status != 0
+@pytest.mark.parametrize("script", [pytest.param(SPAWN, marks=pytest.mark.slow), TORCHRUN])
+def test_ctrl_c_ends_every_process_without_a_traceback_of_ours(script, corpus):
+    process = start(script, "--data", corpus, *ENDLESS, n=2, env=ONE_THREAD)
+    while "step 2/" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    os.killpg(process.pid, signal.SIGINT)
+    status, stdout, stderr = finish(process, timeout=ENDS_IN)
+    assert "stopped by SIG" in stdout
+    assert script not in stderr, stderr
+    if script == SPAWN:
+        assert (status, stderr) == (128 + signal.SIGINT, "")
+    else:  # torchrun has a status and a traceback of its own
+        assert status not in (0, -signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -106,9 +106,10 @@ def test_the_validation_loss_of_a_row_is_that_of_the_saved_model_over_every_wind
     model.eval()
     val_set = data.open_corpus(corpus, "bytes", 8).val_set
     assert len(val_set) == 53
+    inputs, targets = (torch.stack(ids) for ids in zip(*(val_set[i] for i in range(53))))
     with torch.no_grad():
-        losses = [model(inputs[None], targets[None]).loss.item() for inputs, targets in val_set]
-    assert read_metrics(folder)[-1]["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        expected = model(inputs, targets).loss.item()
+    assert read_metrics(folder)[-1]["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_says_what_it_is_where_it_is_and_how_it_ended(runs):
@@ -173,16 +174,16 @@ def call_main(monkeypatch, capfd, tmp_path):
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
 
-    def call(script, *flags):
+    def call(script, *flags, local_rank=0):
         module = importlib.import_module(Path(script).stem)
         # A test that expected a refusal must not train instead.
         for name in ("train", "spawn"):
             monkeypatch.setattr(module, name, lambda *_, **__: sys.exit("nothing was refused"), raising=False)
         if script == TORCHRUN:
             for name in ("RANK", "LOCAL_RANK"):
-                monkeypatch.setenv(name, "0")
+                monkeypatch.setenv(name, str(local_rank))
             for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                monkeypatch.setenv(name, "1")
+                monkeypatch.setenv(name, str(local_rank + 1))
             monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
             monkeypatch.setenv("MASTER_PORT", "29500")
         else:
@@ -335,31 +336,22 @@ def test_help_lists_every_flag_and_its_default(script, call_main):
     assert stdout.count("(default") == len(shown), "each says what happens without it"
 
 
-def test_a_refusal_of_several_processes_is_printed_once_and_leaves_nothing(tmp_path):
-    """Spawn's parent refuses alone; under torchrun all processes read the flags, and one reads the corpus."""
+def test_a_refusal_of_flags_is_left_to_one_process(call_main, monkeypatch):
+    """Under torchrun each process reads the same flags."""
+    assert_refused(call_main(TORCHRUN, "--lr", -1), "--lr")
+    assert call_main(TORCHRUN, "--lr", -1, local_rank=1) == (2, "", "")
+
+
+def test_a_refusal_by_several_processes_is_printed_once_and_leaves_nothing(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
-    outs = [tmp_path / name for name in ("single", "spawn", "flags", "corpus")]
-    started = [
-        start(script, "--device", "cpu", *flags, "--out", out, n=2, cwd=tmp_path, env=ONE_THREAD)
-        for out, (script, flags) in zip(
-            outs,
-            [
-                (SINGLE, ["--data", short, "--tokenizer", "bytes"]),
-                (SPAWN, ["--data", short, "--tokenizer", "bytes"]),
-                (TORCHRUN, ["--lr", -1]),
-                (TORCHRUN, ["--data", short, "--tokenizer", "bytes"]),
-            ],
-        )
-    ]
-    ended = [finish(process, timeout=120) for process in started]
-    for status, stdout, stderr in ended:
-        assert status != 0
-        assert stdout == ""
-        errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, stderr
-    for status, _, stderr in ended[:2]:
-        assert status == 2 and stderr.count("\n") == 1 and "--context-length" in stderr
-    assert "--lr" in ended[2][2] and "exitcode  : 2" in ended[2][2]  # torchrun's own summary
-    assert "--context-length" in ended[3][2] and "exitcode  : 2" in ended[3][2]
+    flags = ("--device", "cpu", "--data", short, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    started = [start(script, *flags, n=2, cwd=tmp_path, env=ONE_THREAD) for script in (SPAWN, TORCHRUN)]
+    spawn, torchrun = (finish(process) for process in started)
+    assert_refused(spawn, "--context-length")
+    status, stdout, stderr = torchrun
+    assert (status, stdout) == (1, "")
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "--context-length" in errors[0]
+    assert "exitcode  : 2" in stderr, "in torchrun's summary"
     assert {entry.name for entry in tmp_path.iterdir()} <= {"short.txt", "short.txt.bytes.npy"}
