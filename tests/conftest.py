@@ -21,13 +21,14 @@ sys.path.insert(0, str(ROOT))
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; left out unless -m names it")
+    config.addinivalue_line("markers", "speed: holds figures to their targets; left out unless -m names it")
     config.addinivalue_line("markers", "cuda: needs a GPU; skipped where there is none")
 
 
 def pytest_collection_modifyitems(config, items):
     chosen = config.getoption("-m")
     named = any("::" in argument for argument in config.args)
-    slow = [item for item in items if "slow" in item.keywords and not chosen and not named]
+    slow = [item for item in items if {"slow", "speed"} & item.keywords.keys() and not chosen and not named]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
     if not torch.cuda.is_available():

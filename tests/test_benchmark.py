@@ -1,7 +1,8 @@
-"""The benchmark measures what it says; and, slow, the project is as fast and as small as it promises.
+"""The benchmark measures what it says; and the project is as fast and as small as it promises.
 
-A busy machine disturbs any figure, so a speed counts as reached when one of three tries reaches it. A slow one hardly
-gets there by chance, since the two sides of each ratio take turns.
+A busy machine disturbs any figure, so the targets have a mark of their own, for a quiet one: python -m pytest tests -m
+speed. A speed counts as reached when one of three tries reaches it. A slow one hardly gets there by chance, since the
+two sides of each ratio take turns.
 """
 
 import sys
@@ -190,7 +191,7 @@ def reaches(target, measure):
     return tries[-1].median >= target, list(map(str, tries))
 
 
-@pytest.mark.slow
+@pytest.mark.speed
 @pytest.mark.parametrize(
     ("flags", "accumulation", "target"),
     [(TINY, 1, 0.95), (TINY, 3, 0.95), (GPT2, 1, 0.98)],
@@ -203,7 +204,7 @@ def test_the_single_script_is_nearly_as_fast_as_a_bare_loop(flags, accumulation,
     assert reached, tries
 
 
-@pytest.mark.slow
+@pytest.mark.speed
 @pytest.mark.parametrize(("accumulation", "target"), [(1, 0.90), (4, 0.97)])
 @pytest.mark.parametrize("flags", [TINY, GPT2], ids=["tiny", "gpt2"])
 def test_two_processes_are_nearly_as_fast_as_without_all_reduce(flags, accumulation, target):
@@ -213,7 +214,7 @@ def test_two_processes_are_nearly_as_fast_as_without_all_reduce(flags, accumulat
     assert reached, tries
 
 
-@pytest.mark.slow
+@pytest.mark.speed
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU computes no bfloat16")
 def test_bfloat16_and_compile_speed_gpt2_up_on_a_cpu():
     def measure():
@@ -225,7 +226,7 @@ def test_bfloat16_and_compile_speed_gpt2_up_on_a_cpu():
     assert reached, tries
 
 
-@pytest.mark.slow
+@pytest.mark.speed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_step_of_gpt2_needs_at_most_four_fifths_of_the_memory_of_a_loop_that_keeps_its_logits():
     flags = ["--preset", "gpt2", "--device", "cpu", "--batch-size", "4"]
@@ -238,7 +239,7 @@ def test_a_step_of_gpt2_needs_at_most_four_fifths_of_the_memory_of_a_loop_that_k
     assert peaks[0] <= 0.8 * peaks[1], peaks
 
 
-@pytest.mark.slow
+@pytest.mark.speed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_corpus_is_too_large_to_start_at_once_in_little_memory():
     flags = [*TINY, "--context-length", "1024"]
@@ -248,7 +249,7 @@ def test_no_corpus_is_too_large_to_start_at_once_in_little_memory():
     assert 30 <= figure.permutation_bytes / (1e10 / 2 / 1024) <= 50, figure
 
 
-@pytest.mark.slow
+@pytest.mark.speed
 def test_ablate_prints_a_row_for_each_feature():
     output = train(
         BENCHMARK,
