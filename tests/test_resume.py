@@ -569,6 +569,7 @@ def a_checkpoint(n_numbers=300_000):
 def test_a_save_past_a_file_size_limit_says_why_and_leaves_the_earlier_checkpoint(limit, tmp_path):
     gpt.save_checkpoint(tmp_path, a_checkpoint())
     before = contents(tmp_path)
+    assert before.keys() == {"checkpoint.pt", "metrics.csv"}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -584,6 +585,7 @@ def test_a_save_on_a_full_disk_says_why_and_leaves_the_earlier_checkpoint(tmp_pa
     with small_disk(tmp_path / "disk") as disk:
         gpt.save_checkpoint(disk, a_checkpoint(2_500_000))
         before = contents(disk)
+        assert before.keys() == {"checkpoint.pt", "metrics.csv"}
         with pytest.raises(OSError, match="No space left on device") as failure:
             gpt.save_checkpoint(disk, a_checkpoint(2_500_000))
         assert str(disk) in str(failure.value)
