@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -873,22 +874,24 @@ def test_files_are_complete_and_on_disk_before_they_take_their_names(tmp_path, m
     assert events == ["fsync", "fsync", "metrics.csv", "checkpoint.pt"]
 
 
-@pytest.fixture
-def disk(monkeypatch):
-    """Let no file of this process grow beyond a number of bytes, as if the disk were full."""
+@contextmanager
+def full_disk(n_bytes):
+    """Let no file of this process grow beyond `n_bytes`; lifted before pytest writes its own output again."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda n_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_full_disk_leaves_the_earlier_files_and_says_why(tmp_path, disk, share):
+def test_a_full_disk_leaves_the_earlier_files_and_says_why(tmp_path, share):
     gpt.save_checkpoint(tmp_path, a_checkpoint(3))
     before = contents(tmp_path)
     next_checkpoint = a_checkpoint(4)
-    disk(int(share * len(before["checkpoint.pt"])))
-    with pytest.raises(OSError) as failure:
+    with full_disk(int(share * len(before["checkpoint.pt"]))), pytest.raises(OSError) as failure:
         gpt.save_checkpoint(tmp_path, next_checkpoint)
     message = str(failure.value)
     assert str(tmp_path) in message and "File too large" in message and "\n" not in message

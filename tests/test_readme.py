@@ -5,8 +5,7 @@ It holds blocks of five kinds, and each has its test here:
     bash      commands, one per line; after <!-- runs on a CPU --> they are run (by a slow test)
     python    a program, after the same comment; it is run
     text      lines that a program of the project prints, up to their numbers; ... stands for what is left out
-    diff      from train_single_gpu.py to train_ddp_spawn.py; after <!-- in SCRIPT --> to that script;
-              after <!-- breaks SCRIPT --> from that script to one that is broken on purpose
+    diff      from train_single_gpu.py to train_ddp_spawn.py, or after <!-- in SCRIPT --> to that script
     mermaid   a flowchart of the files, or an xychart of numbers that stand in a table of its section
 """
 
@@ -104,7 +103,7 @@ def test_every_block_is_of_a_kind_that_a_test_checks():
     markers = {
         "bash": "|runs on a CPU.*",
         "python": "runs on a CPU.*",
-        "diff": rf"|(?:in|breaks) (?:{'|'.join(SCRIPTS)})",
+        "diff": f"|in ({'|'.join(SCRIPTS)})",
     }
     for block in BLOCKS:
         assert re.fullmatch(markers.get(block.language, ""), block.marker), block
@@ -357,16 +356,13 @@ def lines_of(script):
 
 @pytest.mark.parametrize("block", blocks("diff"), ids=lambda block: block.text.splitlines()[0][1:].strip())
 def test_a_diff_quotes_the_scripts(block):
-    kind, _, script = block.marker.partition(" ")
-    old = lines_of(script if kind == "breaks" else SINGLE)
-    new = lines_of(script if kind == "in" else SPAWN)
+    old, new = lines_of(SINGLE), lines_of(block.marker.removeprefix("in ") or SPAWN)
     for line in block.text.splitlines():
         sign, code = line[:1], line[1:].strip()
         assert sign in ("-", "+") and code, line
         closes = not re.search(r"\w", code)  # a bracket alone may stand in both
         assert (code in old) == (sign == "-") or closes, line
-        if kind != "breaks":
-            assert (code in new) == (sign == "+"), line
+        assert (code in new) == (sign == "+"), line
 
 
 def test_each_mark_of_the_scripts_is_explained_once_in_their_order():
@@ -392,10 +388,22 @@ def test_other_charts_show_numbers_of_their_section():
         assert chart.startswith("xychart")
         text = next(text for text in re.split(r"^## ", README, flags=re.MULTILINE) if chart in text)
         stated = [float(number) for number in re.findall(r"(?<=\| )-?\d+\.\d+(?= \|)", text)]
-        series = [values.split(",") for values in re.findall(r"^\s*(?:line|bar)[^\[\n]*\[(.*)\]", chart, re.MULTILINE)]
-        assert series and len({len(values) for values in series}) == 1
-        for value in ",".join(",".join(values) for values in series).split(","):
-            assert any(rounds_to(number, value.strip()) for number in stated), f"{value} stands in no table"
+        (labels,) = re.findall(r"^\s*x-axis [^\[\n]*\[(.*)\]", chart, re.MULTILINE)
+        series = re.findall(r"^\s*(?:line|bar) [^\[\n]*\[(.*)\]", chart, re.MULTILINE)
+        assert series
+        for values in series:
+            assert values.count(",") == labels.count(",")
+            for value in values.split(", "):
+                assert any(rounds_to(number, value) for number in stated), f"{value} stands in no table"
+
+
+def test_the_proof_shows_equal_losses_for_each_way_to_run_its_commands():
+    proof = section("Proof")
+    (commands,) = [block.text for block in blocks("bash") if block.text in proof and block.runs_on_a_cpu]
+    header, *rows = table(proof)
+    assert rows and len(header) == 1 + len(commands.splitlines())
+    for step, *losses in rows:
+        assert len(losses) == len(header) - 1 and len(set(losses)) == 1, step
 
 
 def test_every_name_of_the_code_exists():
