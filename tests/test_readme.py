@@ -113,9 +113,11 @@ def test_every_block_is_of_a_kind_that_a_test_checks():
 def test_every_figure_is_there_and_says_where_it_was_measured():
     assert not re.findall(r"@@\w*@@", README)
     for title in ("Proof", "Speed"):
-        assert re.search(r"torch \d\.\d+", section(title)), f"{title} names no version of torch"
-        assert re.search(r"\bcores?\b|\b[AH]\d00\b|\bT4", section(title)), f"{title} names no machine"
-        assert "```bash" in section(title), f"{title} names no command"
+        measured = section(title).split("\n### ")[0]
+        assert "```bash" in measured, f"{title} names no command"
+        if re.search(r"^\|", measured, re.MULTILINE):
+            assert re.search(r"torch \d\.\d+", measured), f"{title} names no version of torch"
+            assert re.search(r"\bcores?\b|\b[AH]\d00\b|\bT4", measured), f"{title} names no machine"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
