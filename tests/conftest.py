@@ -76,8 +76,12 @@ def finish(process, timeout=600):
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its workers, and kills them after 30 s
+        try:
+            stdout, stderr = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
         pytest.fail(f"no end after {timeout} s\n{stdout}\n{stderr}")
     return process.returncode, stdout, stderr
 
