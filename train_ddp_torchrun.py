@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 train_ddp_torchrun.py
     torchrun --standalone --nproc_per_node=4 train_ddp_torchrun.py --preset gpt2 --data corpus.txt --out runs/gpt2
-    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 \\
-        train_ddp_torchrun.py                                             # first of 2 machines
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 \\
+        train_ddp_torchrun.py                                             # on each of 2 machines
 
 What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train on many GPUs, 4 to 8 to trust it:
 
@@ -159,6 +159,8 @@ def train(rank, world_size, args):
                 check_same("model", gpt.checksum(model), "a step was not synchronized, or its hardware is faulty")
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
                 log(f"step {step}: validation loss {row['val_loss']:.6f}")
+                if not math.isfinite(row["val_loss"]):
+                    stop(f"the validation loss is not finite after step {step}")
             metrics.append([row.get(name) for name in gpt.METRICS])
             if args.out and (evaluating or stop_signal):
                 failure = save(args, run, model, optimizer, scaler, step, metrics) if rank == 0 else None  # DDP 6

@@ -106,6 +106,8 @@ def train(args):
             if evaluating:
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
                 log(f"step {step}: validation loss {row['val_loss']:.6f}")
+                if not math.isfinite(row["val_loss"]):
+                    stop(f"the validation loss is not finite after step {step}")
             metrics.append([row.get(name) for name in gpt.METRICS])
             if args.out and (evaluating or stop_signal):
                 failure = save(args, run, model, optimizer, scaler, step, metrics)
