@@ -23,6 +23,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -256,13 +257,20 @@ def test_the_commands_for_a_cpu_run_as_printed_and_in_order(tmp_path):
     assert ready
     for block in ready:
         text = block.text.replace("/tmp/", f"{tmp_path}/")
-        command = ["bash", "-euc", text] if block.language == "bash" else ["python", "-c", text]
+        (folder / "printed.py").write_text(text)  # in a file, since processes that it spawns import it
+        command = ["bash", "-euc", text] if block.language == "bash" else ["python", "printed.py"]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
         if "--dtype float64" in text:
             losses = re.findall(r"step \d+/\d+  loss \S+|validation loss \S+", done.stdout)
             n_runs = len(text.splitlines())
             assert losses and losses == losses[: len(losses) // n_runs] * n_runs
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -337,7 +345,27 @@ def test_batch_arithmetic_adds_up():
         assert not plans or (forward, accumulated) in plans, "no preset comes to this by itself"
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.marker)
+def test_the_script_of_your_own_runs_bare_and_under_torchrun(tmp_path):
+    (block,) = [block for block in blocks("python") if "spawn(" in block.text]
+    program = tmp_path / "mine.py"
+    program.write_text(block.text.replace("29500", str(free_port())))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, *launcher, program],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        for launcher in ([], torchrun)
+    ]
+    for process in started:
+        printed, _ = process.communicate(timeout=300)
+        losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+)$", printed, re.MULTILINE)]
+        assert process.returncode == 0 and len(losses) == 5 and losses[-1] < losses[0] / 3, printed
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("python") if "load_checkpoint" in block.text])
 def test_a_program_runs_as_printed(block, short_run):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
