@@ -1,6 +1,6 @@
 """Text to tokens to samples: a corpus becomes one flat array on disk, and the array becomes training windows.
 
-Nothing here knows how many processes train. To tokenize ahead of a run, or to join many files:
+Nothing here talks to other processes. To tokenize ahead of a run, or to join many files:
 
     python data.py corpus.txt                         # writes corpus.txt.gpt2.npy, which --data corpus.txt then uses
     python data.py a.txt b.txt --output tokens.npy    # for --data tokens.npy; <|endoftext|> ends each file

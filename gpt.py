@@ -1,6 +1,6 @@
-"""GPT-2 as a PyTorch module, and everything about a model that is not training.
+"""GPT-2 as a PyTorch module, and what surrounds its training: flags, facts, checkpoints.
 
-Nothing here knows how many processes train the model: the same file serves one GPU and many.
+Nothing here talks to other processes: the same file serves one GPU and many.
 
     model = GPT(GPTConfig(vocab_size=50304))
     logits = model(token_ids).logits
@@ -24,14 +24,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# The logits are the largest tensors of a training step: 3 GB at 32 x 1024 tokens in 16 bits, twice that in 32. Made in
-# parts, nothing of them outlives its part but the float32 softmax that backward() needs.
-LOSS_PARTS = 8
+# The logits are the largest tensors of a training step: 3 GB at 32 x 1024 tokens in 16 bits, twice that in 32. Made for
+# so many tokens at a time, nothing of them outlives its part but the float32 softmax that backward() needs. Fewer would
+# take longer: each part adds to the gradient of the whole token embedding.
+LOSS_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT, in the book's names. The defaults are GPT-2 124M with a vocabulary padded to 64.
+    """The shape of a GPT, in the names of the book LLMs-from-scratch. The defaults are GPT-2 124M, vocabulary padded.
 
     Raises ValueError for a shape that cannot be built.
     """
@@ -144,7 +145,7 @@ class TransformerBlock(nn.Module):
 class GPT(nn.Module):
     """GPT-2 (Radford et al., 2019): learned positions, pre-LayerNorm blocks, output head tied to the token embedding.
 
-    There are no buffers, so DDP has nothing to broadcast before a forward pass and rank 0 may run the raw module alone.
+    There are no buffers: DDP has nothing to broadcast before a forward pass, and one on rank 0 alone changes nothing.
     """
 
     def __init__(self, config=None):
@@ -185,7 +186,7 @@ class GPT(nn.Module):
 
         loss = 0.0
         x, targets = x.flatten(0, 1), targets.flatten()  # (batch * n_tokens, emb_dim), (batch * n_tokens,)
-        for x_part, targets_part in zip(x.chunk(LOSS_PARTS), targets.chunk(LOSS_PARTS)):
+        for x_part, targets_part in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
             logits = F.linear(x_part, self.tok_emb.weight)
             # A sum over a vocabulary needs float32 also where the logits have 16 bits.
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -259,6 +260,15 @@ def generate(model, token_ids, max_new_tokens, n_vocab, temperature=1.0, top_k=N
     return token_ids
 
 
+def sample(model, tokenizer, prompt, n_tokens, seed):
+    """A line with the text `prompt` and what the model writes after it, `n_tokens` tokens drawn with `seed`."""
+    device = model.tok_emb.weight.device
+    token_ids = torch.tensor([tokenizer.encode_ordinary(prompt)], device=device)  # (1, tokens of the prompt)
+    generator = torch.Generator(device).manual_seed(seed)
+    token_ids = generate(model, token_ids, n_tokens, tokenizer.n_vocab, temperature=0.8, generator=generator)
+    return "sample: " + tokenizer.decode(token_ids[0].tolist())
+
+
 def flops_per_token(model):
     """Floating-point operations of forward and backward for one token of a full context.
 
@@ -282,6 +292,8 @@ def checksum(model):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a run is told: flags, device, number format
+
+HALF = ("bfloat16", "float16")  # the formats of 16 bits
 
 
 def add_flags(parser):
@@ -397,6 +409,12 @@ def config_for(args, n_vocab):
     return GPTConfig(vocab_size=math.ceil(n_vocab / 64) * 64, **{name: getattr(args, name) for name in names})
 
 
+def autocast_for(args):
+    """A context: in it matrix products have `args.dtype` if that has 16 bits. The weights stay float32."""
+    half = args.dtype in HALF
+    return torch.autocast(args.device, getattr(torch, args.dtype) if half else None, enabled=half)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What a run shows
 
@@ -467,8 +485,7 @@ def describe_step(args, run, model, row, losses, gradient_norm):
     line += f"  norm {gradient_norm:.3f}  lr {row['learning_rate']:.2e}"
     if speed := row["tokens_per_second"]:
         line += f"  {speed:,.0f} tokens/s"
-        is_half = args.device == "cuda" and args.dtype in ("bfloat16", "float16")
-        if is_half and (peak := peak_flops(torch.cuda.get_device_name())):
+        if args.device == "cuda" and args.dtype in HALF and (peak := peak_flops(torch.cuda.get_device_name())):
             line += f"  MFU {speed * flops_per_token(model) / (peak * run.n_processes):.1%}"
         line += f"  {timedelta(seconds=round((run.total_steps / step - 1) * row['tokens'] / speed))} left"
     return line
@@ -479,6 +496,83 @@ def describe_step(args, run, model, row, losses, gradient_norm):
 
 METRICS = ("step", "tokens", "learning_rate", "train_loss", "val_loss", "tokens_per_second")
 CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "step", "metrics", "config", "run"}
+
+
+def open_run_folder(folder, resume, config, identity):
+    """Make sure that a run can write to `folder`, and return the checkpoint there if `resume` is set and there is one.
+
+    Refuses, as ValueError or OSError, a folder that cannot be written, a checkpoint that the run would overwrite, and
+    one whose configuration or `identity` (what else decides the losses) is not the run's.
+    """
+    path = Path(folder, "checkpoint.pt")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"cannot write to --out {folder}: {error.strerror}") from error
+    if not path.exists():
+        return None
+    if not resume:
+        raise ValueError(f"{path} exists: add --resume to go on from it, or choose another --out")
+    checkpoint = load_checkpoint(path)
+    saved = {**checkpoint["config"], **checkpoint["run"]}
+    for name, value in {**identity, **asdict(config)}.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"{path} has {name} {saved.get(name)}, this run has {value}: give the same, or another --out"
+            )
+    return checkpoint
+
+
+def load_checkpoint(path):
+    """The dictionary that `save_checkpoint` wrote, its tensors on the CPU and read from disk only when used.
+
+    `weights_only=True`: loading a file never runs code from it. Raises FileNotFoundError, or ValueError if the file is
+    no checkpoint of this project.
+    """
+    can_replace_mapped_file = os.name != "nt"  # where it cannot, the next save would fail
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=can_replace_mapped_file)
+        missing = CHECKPOINT_KEYS - checkpoint.keys()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch.load fails in as many ways as a file can be broken
+        reason = type(error).__name__  # its text may have many lines, and advise to load the file unsafely
+        raise ValueError(
+            f"{path} is no checkpoint of this project or is damaged ({reason}): move it away, or choose another --out"
+        ) from error
+    if missing:
+        raise ValueError(
+            f"{path} is no checkpoint of this project, it lacks {', '.join(sorted(missing))}: choose another --out"
+        )
+    return checkpoint
+
+
+def restore(checkpoint, model, optimizer, scaler):
+    """Go back to where `save` was called; returns the last step done and the rows of metrics up to it."""
+    if checkpoint is None:
+        return 0, []
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["step"], checkpoint["metrics"]
+
+
+def save(run, model, optimizer, scaler, step, metrics):
+    """Save what `restore` needs to go on after `step`; returns the reason if that fails, else None."""
+    checkpoint = {
+        "model": model.state_dict(),  # of the raw module: no prefix of a wrapper in its names
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "step": step,
+        "metrics": metrics,
+        "config": asdict(run.config),
+        "run": run.identity,
+    }
+    try:
+        save_checkpoint(run.folder, checkpoint)
+    except OSError as error:
+        return str(error)
 
 
 def save_checkpoint(folder, checkpoint):
@@ -511,53 +605,3 @@ def save_checkpoint(folder, checkpoint):
         for path in writers:
             with suppress(OSError):
                 temporary[path].unlink(missing_ok=True)
-
-
-def load_checkpoint(path):
-    """The dictionary that `save_checkpoint` wrote, its tensors on the CPU and read from disk only when used.
-
-    `weights_only=True`: loading a file never runs code from it. Raises FileNotFoundError, or ValueError if the file is
-    no checkpoint of this project.
-    """
-    can_replace_mapped_file = os.name != "nt"  # where it cannot, the next save would fail
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=can_replace_mapped_file)
-        missing = CHECKPOINT_KEYS - checkpoint.keys()
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # torch.load fails in as many ways as a file can be broken
-        reason = type(error).__name__  # its text may have many lines, and advise to load the file unsafely
-        raise ValueError(
-            f"{path} is no checkpoint of this project or is damaged ({reason}): move it away, or choose another --out"
-        ) from error
-    if missing:
-        raise ValueError(
-            f"{path} is no checkpoint of this project, it lacks {', '.join(sorted(missing))}: choose another --out"
-        )
-    return checkpoint
-
-
-def open_run_folder(folder, resume, config, identity):
-    """Make sure that a run can write to `folder`, and return the checkpoint there if `resume` is set and there is one.
-
-    Refuses, as ValueError or OSError, a folder that cannot be written, a checkpoint that the run would overwrite, and
-    one whose configuration or `identity` (what else decides the losses) is not the run's.
-    """
-    path = Path(folder, "checkpoint.pt")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(f"cannot write to --out {folder}: {error.strerror}") from error
-    if not path.exists():
-        return None
-    if not resume:
-        raise ValueError(f"{path} exists: add --resume to go on from it, or choose another --out")
-    checkpoint = load_checkpoint(path)
-    saved = {**checkpoint["config"], **checkpoint["run"]}
-    for name, value in {**identity, **asdict(config)}.items():
-        if saved.get(name) != value:
-            raise ValueError(
-                f"{path} has {name} {saved.get(name)}, this run has {value}: give the same, or another --out"
-            )
-    return checkpoint

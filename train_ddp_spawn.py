@@ -4,7 +4,8 @@
     python train_ddp_spawn.py --preset gpt2 --data corpus.txt --out runs/gpt2
     MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python train_ddp_spawn.py --nnodes 2 --node-rank 0     # first of 2 machines
 
-What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train on many GPUs, 4 to 8 to trust it:
+What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train on many GPUs, 4 saves time,
+5 to 8 are needed to trust the result:
 
     grep -n "# DDP [123]" train_ddp_spawn.py
 """
@@ -51,14 +52,14 @@ def setup(rank, world_size, device):  # DDP 1
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
     if sys.platform == "win32":  # PyTorch has neither nccl nor libuv there
         backend, os.environ["USE_LIBUV"] = "gloo", "0"
-    gpu = device if device.type == "cuda" else None  # told, nccl need not guess it
+    gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     dist.init_process_group(  # DDP 1: waits until all ranks are here
         backend, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=gpu
     )
 
 
 def cleanup():  # DDP 1
-    """Leave the group. What still refers to it can abort the process at its exit, so garbage goes first."""
+    """Leave the group. A DDP model that outlives it can abort the process at its exit, so garbage goes first."""
     gc.collect()
     dist.destroy_process_group()
 
@@ -74,7 +75,7 @@ def train(local_rank, world_size, args):
     train_set = run.corpus.train_set
     # DDP 2: all ranks draw the same permutation of the windows; each takes every world_size-th of it, its own share
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed)  # DDP 2
-    windows = data.SkipSampler(sampler)
+    windows = data.SkipSampler(sampler)  # can begin in the middle of an epoch
     loader = DataLoader(train_set, batch_size=run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
 
     torch.manual_seed(args.seed)
@@ -86,20 +87,19 @@ def train(local_rank, world_size, args):
     groups = gpt.weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    half = args.dtype in ("bfloat16", "float16")
-    autocast = torch.autocast(device.type, getattr(torch, args.dtype) if half else None, enabled=half)
+    autocast = gpt.autocast_for(args)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 
-    step, metrics = restore(run.checkpoint, model, optimizer, scaler)
+    step, metrics = gpt.restore(run.checkpoint, model, optimizer, scaler)
     log(gpt.describe(args, run, model, step) + f"\nbackend {dist.get_backend()}")
-    # DDP 8: ranks that read different files would train in silence on who knows what
+    # DDP 8: ranks that read different files would train on without an error
     check_same("corpus", run.corpus.hash, "the text built into Python differs between its versions")
     check_same("first step", step + 1, "--out must be one folder that all machines share")
 
     signals = []
     on_signal(lambda signum, frame: signals.append(signum))  # takes note; the loop acts at the next log step
-    float_sum = torch.float32 if device.type == "mps" else torch.float64
+    float_sum = torch.float32 if device.type == "mps" else torch.float64  # which mps does not have
     bad_step = torch.tensor(math.inf, dtype=float_sum, device=device)  # the first whose loss or gradient is not finite
     tokens_per_step = args.global_batch_size * args.context_length
     first_step, stop_signal = step + 1, 0
@@ -111,16 +111,17 @@ def train(local_rank, world_size, args):
             batches = iter(loader)
 
         # Dropout as a function of the step: a resumed run repeats it.
-        torch.manual_seed(args.seed + 100_003 * step + rank)  # DDP 3: of the rank too, or all would drop alike
+        torch.manual_seed(args.seed + 100_003 * step + rank)  # DDP 3: of the rank too, or all drop the same units
+        lr = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
         for group in optimizer.param_groups:
-            group["lr"] = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
+            group["lr"] = lr
         step_loss = torch.zeros((), dtype=float_sum, device=device)
         for micro_step in range(run.accumulation):
             inputs, targets = (ids.to(device, non_blocking=True) for ids in next(batches))  # (forward_batch, T) each
             # DDP 4: average once per step, in its last backward(); the forward sets this up, so it stands inside too
             with nullcontext() if micro_step + 1 == run.accumulation else ddp_model.no_sync():
                 with autocast:
-                    loss = ddp_model(inputs, targets).loss / run.accumulation
+                    loss = ddp_model(inputs, targets).loss / run.accumulation  # DDP 3: model() would not average
                 scaler.scale(loss).backward()
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # clipping must see the true gradient
@@ -137,22 +138,22 @@ def train(local_rank, world_size, args):
             timed_steps, clock = 0, time.perf_counter()
         else:
             timed_steps += 1
-        logging, evaluating = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
-        if logging or evaluating:  # between these the host never waits for the device
+        log_now, evaluate_now = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
+        if log_now or evaluate_now:  # between these the host never waits for the device
             # DDP 5: a rank's loss is that of its own windows; the loss of the step is the mean over the ranks
-            reports = gather((step_loss.item(), signals[0] if signals else 0, bad_step.item()))
+            reports = gather((step_loss.item(), max(signals, default=0), bad_step.item()))
             losses, stop_signals, bad_steps = zip(*reports)
             stop_signal, bad = max(stop_signals), min(bad_steps)
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
                 stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
             now = time.perf_counter()
-            row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": group["lr"]}
-            if logging:
+            row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": lr}
+            if log_now:
                 row["train_loss"] = sum(losses) / len(losses)
                 row["tokens_per_second"] = timed_steps * tokens_per_step / (now - clock) if timed_steps else None
                 log(gpt.describe_step(args, run, model, row, losses, gradient_norm.item()))
                 timed_steps, clock = 0, now
-            if evaluating:
+            if evaluate_now:
                 # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
                 check_same("model", gpt.checksum(model), "a step was not synchronized, or its hardware is faulty")
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
@@ -160,8 +161,8 @@ def train(local_rank, world_size, args):
                 if not math.isfinite(row["val_loss"]):
                     stop(f"the validation loss is not finite after step {step}")
             metrics.append([row.get(name) for name in gpt.METRICS])
-            if args.out and (evaluating or stop_signal):
-                failure = save(args, run, model, optimizer, scaler, step, metrics) if rank == 0 else None  # DDP 6
+            if args.out and (evaluate_now or stop_signal):
+                failure = gpt.save(run, model, optimizer, scaler, step, metrics) if rank == 0 else None  # DDP 6
                 failure = gather(failure)[0]  # DDP 6: all stop if rank 0 must
                 if failure:
                     stop(failure)
@@ -174,16 +175,18 @@ def train(local_rank, world_size, args):
             break
     else:
         if rank == 0:  # DDP 6: the raw module waits for no other rank
-            log(sample(model, run, device, autocast))
+            with autocast:
+                log(gpt.sample(model, run.corpus.tokenizer, PROMPT, SAMPLE_TOKENS, args.seed))
         log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint")
     del model, ddp_model, optimizer  # DDP 1: for cleanup() to collect
-    cleanup()  # DDP 1: after success alone; it could wait for ever for a rank that failed
-    sys.exit(128 + stop_signal if stop_signal else 0)
+    cleanup()  # DDP 1: not after an exception: it could wait for ever for a rank that died
+    if stop_signal:
+        sys.exit(128 + stop_signal)
 
 
 def pick_device(device_type, local_rank, local_world_size):  # DDP 1: a device for each process
     if device_type == "cpu":
-        torch.set_num_threads(max(1, os.cpu_count() // local_world_size))  # shared, not fought for
+        torch.set_num_threads(max(1, os.cpu_count() // local_world_size))  # else each takes a thread per core
         return torch.device("cpu")
     torch.accelerator.set_device_index(local_rank)
     return torch.device(device_type, local_rank)
@@ -217,43 +220,6 @@ def evaluate(model, run, device, autocast, float_sum):
     return loss_sum.item() / len(val_set)
 
 
-def sample(model, run, device, autocast):
-    """Text that the model writes after PROMPT."""
-    tokenizer = run.corpus.tokenizer
-    prompt = torch.tensor([tokenizer.encode_ordinary(PROMPT)], device=device)  # (1, n_tokens)
-    generator = torch.Generator(device).manual_seed(run.identity["seed"])
-    with autocast:
-        ids = gpt.generate(model, prompt, SAMPLE_TOKENS, tokenizer.n_vocab, temperature=0.8, generator=generator)
-    return "sample: " + tokenizer.decode(ids[0].tolist())
-
-
-def save(args, run, model, optimizer, scaler, step, metrics):
-    """Save what `restore` needs; returns the reason if that fails, else None."""
-    checkpoint = {
-        "model": model.state_dict(),  # of the raw module: no prefix of a wrapper in its names
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "step": step,
-        "metrics": metrics,
-        "config": vars(run.config),
-        "run": run.identity,
-    }
-    try:
-        gpt.save_checkpoint(args.out, checkpoint)
-    except OSError as error:
-        return str(error)
-
-
-def restore(checkpoint, model, optimizer, scaler):
-    """Go back to where `save` was called; returns the last step done and the rows of metrics up to it."""
-    if checkpoint is None:
-        return 0, []
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    scaler.load_state_dict(checkpoint["scaler"])
-    return checkpoint["step"], checkpoint["metrics"]
-
-
 def stop(reason):
     """End a run that cannot go on; the last checkpoint stays."""
     rank = dist.get_rank()
@@ -264,7 +230,7 @@ def stop(reason):
 def prepare(args, n_processes=1):
     """Make ready what a run needs. All that can be refused is refused here, as ValueError or OSError."""
     corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
-    run = SimpleNamespace(corpus=corpus, n_processes=n_processes)
+    run = SimpleNamespace(corpus=corpus, n_processes=n_processes, folder=args.out)
     run.forward_batch, run.accumulation, run.steps_per_epoch = data.plan_steps(
         len(corpus.train_set), args.global_batch_size, args.batch_size, n_processes
     )
@@ -308,7 +274,7 @@ def resolve_processes(args):  # DDP 1: how many processes, and where they meet
         raise ValueError(f"--node-rank {args.node_rank} must be from 0 to --nnodes - 1, which is {args.nnodes - 1}")
     if args.nnodes > 1 and not os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
         raise ValueError("--nnodes needs MASTER_ADDR and MASTER_PORT set, to the first machine and a free port on it")
-    if "MASTER_PORT" not in os.environ:  # a port of its own, so that two runs on one machine never meet
+    if "MASTER_PORT" not in os.environ:  # a port of its own, so that two runs on one machine do not meet
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(free.getsockname()[1])
@@ -334,16 +300,14 @@ def main():
         if not processes:  # it came before the first one started
             sys.exit(128 + signum)
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no word on those that join() ends
-    on_signal(pass_on)  # the processes agree where to stop, and join waits for them
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no warning of each that it has to end
+    on_signal(pass_on)  # the processes agree where to stop, and spawn waits for them
     try:
         spawn(train, args=(world_size, args), nprocs=args.nproc, join=True)  # DDP 1: train(0, ...), train(1, ...), ...
     except ProcessExitedException as error:
-        if not signals:
-            if error.signal_name:
-                print(f"error: process {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-            sys.exit(max(1, error.exit_code))
-    sys.exit(128 + signals[0] if signals else 0)
+        if error.signal_name and not signals:
+            print(f"error: process {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
+        sys.exit(128 + signals[0] if signals else max(1, error.exit_code))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     torchrun --standalone --nproc_per_node=4 train_ddp_torchrun.py
     torchrun --standalone --nproc_per_node=4 train_ddp_torchrun.py --preset gpt2 --data corpus.txt --out runs/gpt2
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 \\
-        train_ddp_torchrun.py                                             # on each of 2 machines
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 train_ddp_torchrun.py
 
-What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train on many GPUs, 4 to 8 to trust it:
+The last is for two machines: the same command on each.
+
+What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train on many GPUs, 4 saves time,
+5 to 8 are needed to trust the result:
 
     grep -n "# DDP [123]" train_ddp_torchrun.py
 """
@@ -48,11 +50,10 @@ def setup(rank, world_size, device):  # DDP 1
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
     if sys.platform == "win32":  # PyTorch has neither nccl nor libuv there
         backend, os.environ["USE_LIBUV"] = "gloo", "0"
-    gpu = device if device.type == "cuda" else None  # told, nccl need not guess it
-    # torchrun serves the store in which the processes find each other. After a restart it still holds the addresses of
-    # processes that died, so each attempt looks under keys of its own.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, serves, TIMEOUT)
+    gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
+    # The store in which the processes find each other. After a restart it still holds the addresses of processes that
+    # died, so each attempt looks under keys of its own.
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
     store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(  # DDP 1: waits until all ranks are here
         backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=gpu
@@ -60,7 +61,7 @@ def setup(rank, world_size, device):  # DDP 1
 
 
 def cleanup():  # DDP 1
-    """Leave the group. What still refers to it can abort the process at its exit, so garbage goes first."""
+    """Leave the group. A DDP model that outlives it can abort the process at its exit, so garbage goes first."""
     gc.collect()
     dist.destroy_process_group()
 
@@ -76,7 +77,7 @@ def train(rank, world_size, args):
     train_set = run.corpus.train_set
     # DDP 2: all ranks draw the same permutation of the windows; each takes every world_size-th of it, its own share
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed)  # DDP 2
-    windows = data.SkipSampler(sampler)
+    windows = data.SkipSampler(sampler)  # can begin in the middle of an epoch
     loader = DataLoader(train_set, batch_size=run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
 
     torch.manual_seed(args.seed)
@@ -88,20 +89,19 @@ def train(rank, world_size, args):
     groups = gpt.weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    half = args.dtype in ("bfloat16", "float16")
-    autocast = torch.autocast(device.type, getattr(torch, args.dtype) if half else None, enabled=half)
+    autocast = gpt.autocast_for(args)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 
-    step, metrics = restore(run.checkpoint, model, optimizer, scaler)
+    step, metrics = gpt.restore(run.checkpoint, model, optimizer, scaler)
     log(gpt.describe(args, run, model, step) + f"\nbackend {dist.get_backend()}")
-    # DDP 8: ranks that read different files would train in silence on who knows what
+    # DDP 8: ranks that read different files would train on without an error
     check_same("corpus", run.corpus.hash, "the text built into Python differs between its versions")
     check_same("first step", step + 1, "--out must be one folder that all machines share")
 
     signals = []
     on_signal(lambda signum, frame: signals.append(signum))  # takes note; the loop acts at the next log step
-    float_sum = torch.float32 if device.type == "mps" else torch.float64
+    float_sum = torch.float32 if device.type == "mps" else torch.float64  # which mps does not have
     bad_step = torch.tensor(math.inf, dtype=float_sum, device=device)  # the first whose loss or gradient is not finite
     tokens_per_step = args.global_batch_size * args.context_length
     first_step, stop_signal = step + 1, 0
@@ -113,16 +113,17 @@ def train(rank, world_size, args):
             batches = iter(loader)
 
         # Dropout as a function of the step: a resumed run repeats it.
-        torch.manual_seed(args.seed + 100_003 * step + rank)  # DDP 3: of the rank too, or all would drop alike
+        torch.manual_seed(args.seed + 100_003 * step + rank)  # DDP 3: of the rank too, or all drop the same units
+        lr = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
         for group in optimizer.param_groups:
-            group["lr"] = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
+            group["lr"] = lr
         step_loss = torch.zeros((), dtype=float_sum, device=device)
         for micro_step in range(run.accumulation):
             inputs, targets = (ids.to(device, non_blocking=True) for ids in next(batches))  # (forward_batch, T) each
             # DDP 4: average once per step, in its last backward(); the forward sets this up, so it stands inside too
             with nullcontext() if micro_step + 1 == run.accumulation else ddp_model.no_sync():
                 with autocast:
-                    loss = ddp_model(inputs, targets).loss / run.accumulation
+                    loss = ddp_model(inputs, targets).loss / run.accumulation  # DDP 3: model() would not average
                 scaler.scale(loss).backward()
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # clipping must see the true gradient
@@ -139,22 +140,22 @@ def train(rank, world_size, args):
             timed_steps, clock = 0, time.perf_counter()
         else:
             timed_steps += 1
-        logging, evaluating = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
-        if logging or evaluating:  # between these the host never waits for the device
+        log_now, evaluate_now = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
+        if log_now or evaluate_now:  # between these the host never waits for the device
             # DDP 5: a rank's loss is that of its own windows; the loss of the step is the mean over the ranks
-            reports = gather((step_loss.item(), signals[0] if signals else 0, bad_step.item()))
+            reports = gather((step_loss.item(), max(signals, default=0), bad_step.item()))
             losses, stop_signals, bad_steps = zip(*reports)
             stop_signal, bad = max(stop_signals), min(bad_steps)
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
                 stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
             now = time.perf_counter()
-            row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": group["lr"]}
-            if logging:
+            row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": lr}
+            if log_now:
                 row["train_loss"] = sum(losses) / len(losses)
                 row["tokens_per_second"] = timed_steps * tokens_per_step / (now - clock) if timed_steps else None
                 log(gpt.describe_step(args, run, model, row, losses, gradient_norm.item()))
                 timed_steps, clock = 0, now
-            if evaluating:
+            if evaluate_now:
                 # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
                 check_same("model", gpt.checksum(model), "a step was not synchronized, or its hardware is faulty")
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
@@ -162,8 +163,8 @@ def train(rank, world_size, args):
                 if not math.isfinite(row["val_loss"]):
                     stop(f"the validation loss is not finite after step {step}")
             metrics.append([row.get(name) for name in gpt.METRICS])
-            if args.out and (evaluating or stop_signal):
-                failure = save(args, run, model, optimizer, scaler, step, metrics) if rank == 0 else None  # DDP 6
+            if args.out and (evaluate_now or stop_signal):
+                failure = gpt.save(run, model, optimizer, scaler, step, metrics) if rank == 0 else None  # DDP 6
                 failure = gather(failure)[0]  # DDP 6: all stop if rank 0 must
                 if failure:
                     stop(failure)
@@ -176,16 +177,18 @@ def train(rank, world_size, args):
             break
     else:
         if rank == 0:  # DDP 6: the raw module waits for no other rank
-            log(sample(model, run, device, autocast))
+            with autocast:
+                log(gpt.sample(model, run.corpus.tokenizer, PROMPT, SAMPLE_TOKENS, args.seed))
         log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint")
     del model, ddp_model, optimizer  # DDP 1: for cleanup() to collect
-    cleanup()  # DDP 1: after success alone; it could wait for ever for a rank that failed
-    sys.exit(128 + stop_signal if stop_signal else 0)
+    cleanup()  # DDP 1: not after an exception: it could wait for ever for a rank that died
+    if stop_signal:
+        sys.exit(128 + stop_signal)
 
 
 def pick_device(device_type, local_rank, local_world_size):  # DDP 1: a device for each process
     if device_type == "cpu":
-        torch.set_num_threads(max(1, os.cpu_count() // local_world_size))  # shared, not fought for
+        torch.set_num_threads(max(1, os.cpu_count() // local_world_size))  # else each takes a thread per core
         return torch.device("cpu")
     torch.accelerator.set_device_index(local_rank)
     return torch.device(device_type, local_rank)
@@ -219,43 +222,6 @@ def evaluate(model, run, device, autocast, float_sum):
     return loss_sum.item() / len(val_set)
 
 
-def sample(model, run, device, autocast):
-    """Text that the model writes after PROMPT."""
-    tokenizer = run.corpus.tokenizer
-    prompt = torch.tensor([tokenizer.encode_ordinary(PROMPT)], device=device)  # (1, n_tokens)
-    generator = torch.Generator(device).manual_seed(run.identity["seed"])
-    with autocast:
-        ids = gpt.generate(model, prompt, SAMPLE_TOKENS, tokenizer.n_vocab, temperature=0.8, generator=generator)
-    return "sample: " + tokenizer.decode(ids[0].tolist())
-
-
-def save(args, run, model, optimizer, scaler, step, metrics):
-    """Save what `restore` needs; returns the reason if that fails, else None."""
-    checkpoint = {
-        "model": model.state_dict(),  # of the raw module: no prefix of a wrapper in its names
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "step": step,
-        "metrics": metrics,
-        "config": vars(run.config),
-        "run": run.identity,
-    }
-    try:
-        gpt.save_checkpoint(args.out, checkpoint)
-    except OSError as error:
-        return str(error)
-
-
-def restore(checkpoint, model, optimizer, scaler):
-    """Go back to where `save` was called; returns the last step done and the rows of metrics up to it."""
-    if checkpoint is None:
-        return 0, []
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    scaler.load_state_dict(checkpoint["scaler"])
-    return checkpoint["step"], checkpoint["metrics"]
-
-
 def stop(reason):
     """End a run that cannot go on; the last checkpoint stays."""
     rank = dist.get_rank()
@@ -266,7 +232,7 @@ def stop(reason):
 def prepare(args, n_processes=1):
     """Make ready what a run needs. All that can be refused is refused here, as ValueError or OSError."""
     corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
-    run = SimpleNamespace(corpus=corpus, n_processes=n_processes)
+    run = SimpleNamespace(corpus=corpus, n_processes=n_processes, folder=args.out)
     run.forward_batch, run.accumulation, run.steps_per_epoch = data.plan_steps(
         len(corpus.train_set), args.global_batch_size, args.batch_size, n_processes
     )

@@ -30,14 +30,14 @@ SAMPLE_TOKENS = 200
 
 
 def train(args):
-    """Train as `args` says; returns the signal that ended it early, or 0."""
+    """Train as `args` says; exits with 128 + a signal that ended it early."""
     device = torch.device(args.device)
     run = prepare(args)
     log = partial(print, flush=True)
 
     train_set = run.corpus.train_set
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    windows = data.SkipSampler(sampler)
+    windows = data.SkipSampler(sampler)  # can begin in the middle of an epoch
     loader = DataLoader(train_set, batch_size=run.forward_batch, sampler=windows, pin_memory=device.type == "cuda")
 
     torch.manual_seed(args.seed)
@@ -46,17 +46,16 @@ def train(args):
     groups = gpt.weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    half = args.dtype in ("bfloat16", "float16")
-    autocast = torch.autocast(device.type, getattr(torch, args.dtype) if half else None, enabled=half)
+    autocast = gpt.autocast_for(args)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 
-    step, metrics = restore(run.checkpoint, model, optimizer, scaler)
+    step, metrics = gpt.restore(run.checkpoint, model, optimizer, scaler)
     log(gpt.describe(args, run, model, step))
 
     signals = []
     on_signal(lambda signum, frame: signals.append(signum))  # takes note; the loop acts at the next log step
-    float_sum = torch.float32 if device.type == "mps" else torch.float64
+    float_sum = torch.float32 if device.type == "mps" else torch.float64  # which mps does not have
     bad_step = torch.tensor(math.inf, dtype=float_sum, device=device)  # the first whose loss or gradient is not finite
     tokens_per_step = args.global_batch_size * args.context_length
     first_step, stop_signal = step + 1, 0
@@ -68,8 +67,9 @@ def train(args):
             batches = iter(loader)
 
         torch.manual_seed(args.seed + 100_003 * step)  # dropout as a function of the step: a resumed run repeats it
+        lr = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
         for group in optimizer.param_groups:
-            group["lr"] = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
+            group["lr"] = lr
         step_loss = torch.zeros((), dtype=float_sum, device=device)
         for _ in range(run.accumulation):
             inputs, targets = (ids.to(device, non_blocking=True) for ids in next(batches))  # (forward_batch, T) each
@@ -91,26 +91,26 @@ def train(args):
             timed_steps, clock = 0, time.perf_counter()
         else:
             timed_steps += 1
-        logging, evaluating = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
-        if logging or evaluating:  # between these the host never waits for the device
-            losses, stop_signal, bad = [step_loss.item()], signals[0] if signals else 0, bad_step.item()
+        log_now, evaluate_now = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
+        if log_now or evaluate_now:  # between these the host never waits for the device
+            losses, stop_signal, bad = [step_loss.item()], max(signals, default=0), bad_step.item()
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
                 stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
             now = time.perf_counter()
-            row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": group["lr"]}
-            if logging:
+            row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": lr}
+            if log_now:
                 row["train_loss"] = sum(losses) / len(losses)
                 row["tokens_per_second"] = timed_steps * tokens_per_step / (now - clock) if timed_steps else None
                 log(gpt.describe_step(args, run, model, row, losses, gradient_norm.item()))
                 timed_steps, clock = 0, now
-            if evaluating:
+            if evaluate_now:
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
                 log(f"step {step}: validation loss {row['val_loss']:.6f}")
                 if not math.isfinite(row["val_loss"]):
                     stop(f"the validation loss is not finite after step {step}")
             metrics.append([row.get(name) for name in gpt.METRICS])
-            if args.out and (evaluating or stop_signal):
-                failure = save(args, run, model, optimizer, scaler, step, metrics)
+            if args.out and (evaluate_now or stop_signal):
+                failure = gpt.save(run, model, optimizer, scaler, step, metrics)
                 if failure:
                     stop(failure)
             clock += time.perf_counter() - now
@@ -121,9 +121,11 @@ def train(args):
             log(f"stopped by {signal.Signals(stop_signal).name} after step {step}: {saved}")
             break
     else:
-        log(sample(model, run, device, autocast))
+        with autocast:
+            log(gpt.sample(model, run.corpus.tokenizer, PROMPT, SAMPLE_TOKENS, args.seed))
         log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint")
-    return stop_signal
+    if stop_signal:
+        sys.exit(128 + stop_signal)
 
 
 def evaluate(model, run, device, autocast, float_sum):
@@ -139,43 +141,6 @@ def evaluate(model, run, device, autocast, float_sum):
     return loss_sum.item() / len(val_set)
 
 
-def sample(model, run, device, autocast):
-    """Text that the model writes after PROMPT."""
-    tokenizer = run.corpus.tokenizer
-    prompt = torch.tensor([tokenizer.encode_ordinary(PROMPT)], device=device)  # (1, n_tokens)
-    generator = torch.Generator(device).manual_seed(run.identity["seed"])
-    with autocast:
-        ids = gpt.generate(model, prompt, SAMPLE_TOKENS, tokenizer.n_vocab, temperature=0.8, generator=generator)
-    return "sample: " + tokenizer.decode(ids[0].tolist())
-
-
-def save(args, run, model, optimizer, scaler, step, metrics):
-    """Save what `restore` needs; returns the reason if that fails, else None."""
-    checkpoint = {
-        "model": model.state_dict(),  # of the raw module: no prefix of a wrapper in its names
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "step": step,
-        "metrics": metrics,
-        "config": vars(run.config),
-        "run": run.identity,
-    }
-    try:
-        gpt.save_checkpoint(args.out, checkpoint)
-    except OSError as error:
-        return str(error)
-
-
-def restore(checkpoint, model, optimizer, scaler):
-    """Go back to where `save` was called; returns the last step done and the rows of metrics up to it."""
-    if checkpoint is None:
-        return 0, []
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    scaler.load_state_dict(checkpoint["scaler"])
-    return checkpoint["step"], checkpoint["metrics"]
-
-
 def stop(reason):
     """End a run that cannot go on; the last checkpoint stays."""
     sys.exit(f"error: {reason}")
@@ -184,7 +149,7 @@ def stop(reason):
 def prepare(args, n_processes=1):
     """Make ready what a run needs. All that can be refused is refused here, as ValueError or OSError."""
     corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
-    run = SimpleNamespace(corpus=corpus, n_processes=n_processes)
+    run = SimpleNamespace(corpus=corpus, n_processes=n_processes, folder=args.out)
     run.forward_batch, run.accumulation, run.steps_per_epoch = data.plan_steps(
         len(corpus.train_set), args.global_batch_size, args.batch_size, n_processes
     )
@@ -223,7 +188,7 @@ def main():
         prepare(args)
     except (ValueError, OSError) as error:
         refuse(error)
-    sys.exit(128 + stop_signal if (stop_signal := train(args)) else 0)
+    train(args)
 
 
 if __name__ == "__main__":

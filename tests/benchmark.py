@@ -335,8 +335,7 @@ def bare_step(args, accumulation, device):
     shape = (accumulation, args.batch_size, args.context_length + 1)
     batches = torch.randint(VOCABULARY[args.tokenizer], shape, device=device)
     batches = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches]
-    half = args.dtype in ("bfloat16", "float16")
-    autocast = torch.autocast(device.type, getattr(torch, args.dtype) if half else None, enabled=half)
+    autocast = gpt.autocast_for(args)
 
     def step():
         for inputs, targets in batches:

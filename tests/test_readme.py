@@ -349,20 +349,22 @@ def test_the_script_of_your_own_runs_bare_and_under_torchrun(tmp_path):
     (block,) = [block for block in blocks("python") if "spawn(" in block.text]
     program = tmp_path / "mine.py"
     program.write_text(block.text.replace("29500", str(free_port())))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, *launcher, program],
+    launchers = {"bare": [], "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]}
+    started = {}
+    for name, words in launchers.items():
+        (tmp_path / name).mkdir()
+        started[name] = subprocess.Popen(
+            [sys.executable, *words, program],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=tmp_path / name,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
-        for launcher in ([], torchrun)
-    ]
-    for process in started:
+    for name, process in started.items():
         printed, _ = process.communicate(timeout=300)
-        losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+)$", printed, re.MULTILINE)]
+        losses = [float(loss) for loss in re.findall(r"^epoch \d: last loss (\S+)$", printed, re.MULTILINE)]
         assert process.returncode == 0 and len(losses) == 5 and losses[-1] < losses[0] / 3, printed
+        assert "0.weight" in torch.load(tmp_path / name / "model.pt", weights_only=True), "a name of the raw model"
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "load_checkpoint" in block.text])
@@ -439,7 +441,7 @@ def test_the_proof_shows_equal_losses_for_each_way_to_run_its_commands():
 def test_every_name_of_the_code_exists():
     words = set(re.findall(r"\w+", "".join(SOURCE.values())))
     words |= {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", *inspect.signature(DistributedDataParallel).parameters}
-    words.update(dir(torch.nn), dir(DistributedDataParallel), dir(default_hooks))
+    words.update(dir(torch.nn), dir(torch.nn.SyncBatchNorm), dir(DistributedDataParallel), dir(default_hooks))
     for span in CODE:
         for name in re.findall(r"\btorch(?:\.\w+)+", span):
             assert pkgutil.resolve_name(name), name
