@@ -15,7 +15,6 @@ import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends each process without a traceback
 
 import argparse
-import gc
 import logging
 import math
 import os
@@ -29,6 +28,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist  # DDP 1
+import torch.distributed.nn  # DDP 1: imported later, by DDP, its default arguments would keep the group alive
 from torch.multiprocessing import ProcessExitedException, active_children, spawn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP 3
 from torch.utils.data import DataLoader
@@ -59,8 +59,7 @@ def setup(rank, world_size, device):  # DDP 1
 
 
 def cleanup():  # DDP 1
-    """Leave the group. A DDP model that outlives it can abort the process at its exit, so garbage goes first."""
-    gc.collect()
+    """Leave the group."""
     dist.destroy_process_group()
 
 
@@ -102,7 +101,7 @@ def train(local_rank, world_size, args):
     float_sum = torch.float32 if device.type == "mps" else torch.float64  # which mps does not have
     bad_step = torch.tensor(math.inf, dtype=float_sum, device=device)  # the first whose loss or gradient is not finite
     tokens_per_step = args.global_batch_size * args.context_length
-    first_step, stop_signal = step + 1, 0
+    first_step, timed_steps, stop_signal = step + 1, 0, 0
     for step in range(first_step, run.total_steps + 1):
         epoch, step_of_epoch = divmod(step - 1, run.steps_per_epoch)
         if step == first_step or step_of_epoch == 0:
@@ -133,11 +132,10 @@ def train(local_rank, world_size, args):
         finite = (step_loss if scaler.is_enabled() else step_loss + gradient_norm).isfinite()
         bad_step = torch.where(finite, bad_step, bad_step.clamp(max=step))
 
+        timed_steps += 1
         if step == first_step:  # compiles and warms up, so the clock starts after it
             step_loss.item()
             timed_steps, clock = 0, time.perf_counter()
-        else:
-            timed_steps += 1
         log_now, evaluate_now = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
         if log_now or evaluate_now:  # between these the host never waits for the device
             # DDP 5: a rank's loss is that of its own windows; the loss of the step is the mean over the ranks
@@ -175,10 +173,9 @@ def train(local_rank, world_size, args):
             break
     else:
         if rank == 0:  # DDP 6: the raw module waits for no other rank
-            with autocast:
-                log(gpt.sample(model, run.corpus.tokenizer, PROMPT, SAMPLE_TOKENS, args.seed))
+            log(gpt.sample(model, run.corpus.tokenizer, PROMPT, SAMPLE_TOKENS, args.seed))
         log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint")
-    del model, ddp_model, optimizer  # DDP 1: for cleanup() to collect
+    del ddp_model  # DDP 1: it refers to the group, whose threads end in cleanup() only if nobody does
     cleanup()  # DDP 1: not after an exception: it could wait for ever for a rank that died
     if stop_signal:
         sys.exit(128 + stop_signal)
@@ -222,9 +219,10 @@ def evaluate(model, run, device, autocast, float_sum):
 
 def stop(reason):
     """End a run that cannot go on; the last checkpoint stays."""
-    rank = dist.get_rank()
-    cleanup()  # DDP 6: all ranks come here together
-    sys.exit(f"error: {reason}" if rank == 0 else 1)
+    if dist.get_rank() == 0:
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+    dist.barrier()  # DDP 6: all ranks come here together, and none ends before the reason is out
+    os._exit(1)  # DDP 1: at once: an orderly exit can hang where a DDP model still refers to the group
 
 
 def prepare(args, n_processes=1):

@@ -58,7 +58,7 @@ def train(args):
     float_sum = torch.float32 if device.type == "mps" else torch.float64  # which mps does not have
     bad_step = torch.tensor(math.inf, dtype=float_sum, device=device)  # the first whose loss or gradient is not finite
     tokens_per_step = args.global_batch_size * args.context_length
-    first_step, stop_signal = step + 1, 0
+    first_step, timed_steps, stop_signal = step + 1, 0, 0
     for step in range(first_step, run.total_steps + 1):
         epoch, step_of_epoch = divmod(step - 1, run.steps_per_epoch)
         if step == first_step or step_of_epoch == 0:
@@ -86,11 +86,10 @@ def train(args):
         finite = (step_loss if scaler.is_enabled() else step_loss + gradient_norm).isfinite()
         bad_step = torch.where(finite, bad_step, bad_step.clamp(max=step))
 
+        timed_steps += 1
         if step == first_step:  # compiles and warms up, so the clock starts after it
             step_loss.item()
             timed_steps, clock = 0, time.perf_counter()
-        else:
-            timed_steps += 1
         log_now, evaluate_now = (step % n == 0 or step == run.total_steps for n in (args.log_every, args.eval_every))
         if log_now or evaluate_now:  # between these the host never waits for the device
             losses, stop_signal, bad = [step_loss.item()], max(signals, default=0), bad_step.item()
@@ -121,8 +120,7 @@ def train(args):
             log(f"stopped by {signal.Signals(stop_signal).name} after step {step}: {saved}")
             break
     else:
-        with autocast:
-            log(gpt.sample(model, run.corpus.tokenizer, PROMPT, SAMPLE_TOKENS, args.seed))
+        log(gpt.sample(model, run.corpus.tokenizer, PROMPT, SAMPLE_TOKENS, args.seed))
         log(f"written to {args.out}" if args.out else "nothing was written: --out DIR keeps a checkpoint")
     if stop_signal:
         sys.exit(128 + stop_signal)

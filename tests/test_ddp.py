@@ -26,9 +26,9 @@ DDP_SCRIPTS = (SPAWN, TORCHRUN)
 
 # What the scripts reached: lines of each, of its train(), and code lines that change from one to another, counted as by
 # diff <(grep -vE '^\s*(#|$)' A) <(grep -vE '^\s*(#|$)' B) | grep -c '^[<>]'
-MAX_LINES = {SINGLE: 230, SPAWN: 350, TORCHRUN: 328}
+MAX_LINES = {SINGLE: 193, SPAWN: 312, TORCHRUN: 292}
 MAX_TRAIN_LINES = {SINGLE: 95, SPAWN: 116, TORCHRUN: 116}
-MAX_CHANGED_LINES = {(SINGLE, SPAWN): 154, (SINGLE, TORCHRUN): 134, (SPAWN, TORCHRUN): 86}
+MAX_CHANGED_LINES = {(SINGLE, SPAWN): 151, (SINGLE, TORCHRUN): 132, (SPAWN, TORCHRUN): 83}
 MAX_LINES_MARKED_1_TO_3 = 25
 
 # The functions that need DDP; all others are the same text in the three scripts.
@@ -153,7 +153,8 @@ def start_machines(script, *flags):
     return processes
 
 
-# A copy with these changes tells how often gradients were averaged, and the seed and the threads of each step.
+# A copy with these changes tells how often gradients were averaged, the seed and the threads of each step, and the
+# names of its threads when it has left the group.
 PROBED = (
     (
         "    optimizer = torch.optim.AdamW(",
@@ -174,6 +175,13 @@ PROBED = (
         sys.stdout.write(f"PROBE rank {rank} step {step} {seen}\\n")  # in one piece, also between other ranks' lines
         sys.stdout.flush()
         scaler.unscale_(optimizer)""",
+    ),
+    (
+        "    if stop_signal:\n        sys.exit(128",
+        """    names = [open(f"/proc/self/task/{id}/comm").read().strip() for id in os.listdir("/proc/self/task")]
+    sys.stdout.write(f"LEFT rank {rank} {' '.join(names)}\\n")
+    sys.stdout.flush()
+    if stop_signal:\n        sys.exit(128""",
     ),
 )
 
@@ -375,6 +383,14 @@ def test_each_rank_and_each_step_has_its_own_seed_for_dropout(script, probes):
     seeds = [seed for _, _, _, seed, _ in probes[script]]
     assert len(set(seeds)) == 80
     assert set(seeds) == {seed for *_, seed, _ in probes[SPAWN]}, "whichever script it is"
+
+
+@pytest.mark.parametrize("name", ["float32 spawn 2 probed", "float32 torchrun 2 probed"])
+def test_a_process_that_has_left_the_group_has_no_thread_of_it_any_more(name, ended):
+    """Such a thread can abort the process, where it waits for the interpreter's lock and the interpreter ends."""
+    left = re.findall(r"^LEFT rank \d (.*)$", stdout_of(ended[name]), re.MULTILINE)
+    assert len(left) == 2
+    assert not re.search("gloo|tcpstore", "".join(left)), left
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
@@ -616,10 +632,10 @@ def test_ctrl_c_ends_every_process_without_a_traceback_of_ours(script, corpus):
 
 @pytest.mark.slow
 def test_no_finished_run_aborts_at_its_exit(corpus):
-    """In one of ten small runs gloo aborted at interpreter exit, where something still referred to the group."""
+    """In one of ten small runs gloo aborted at interpreter exit; a test above looks for the cause."""
     flags = ("--data", corpus, *SMALL, "--max-steps", 1)
     failures = []
-    for _ in range(30):
+    for _ in range(8):
         started = [start(script, *flags, n=2, env=ONE_THREAD) for script in DDP_SCRIPTS]
         ended = [finish(process) for process in started]
         failures += [result for result in ended if result[0] != 0 or result[2] != ""]

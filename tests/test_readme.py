@@ -310,7 +310,7 @@ def short_run(tmp_path_factory):
     script = importlib.import_module("train_single_gpu")
     with contextlib.redirect_stdout(printed), torch.random.fork_rng():
         for on_signal in (lambda handler: handler(signal.SIGINT, None), lambda handler: None):
-            with mock.patch.object(script, "on_signal", on_signal):
+            with mock.patch.object(script, "on_signal", on_signal), contextlib.suppress(SystemExit):
                 script.train(args)
     return out, printed.getvalue()
 
