@@ -261,6 +261,10 @@ def test_the_commands_for_a_cpu_run_as_printed_and_in_order(tmp_path):
         command = ["bash", "-euc", text] if block.language == "bash" else ["python", "printed.py"]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+        if text.endswith("train_single_gpu.py\n"):
+            last_loss = re.findall(r"validation loss (\S+)", done.stdout)[-1]
+            assert float(last_loss) <= 1.95, "with no flags it learns English"
+            assert "sample: The " in done.stdout
         if "--dtype float64" in text:
             losses = re.findall(r"step \d+/\d+  loss \S+|validation loss \S+", done.stdout)
             n_runs = len(text.splitlines())
