@@ -109,8 +109,8 @@ def train(local_rank, world_size, args):
             windows.n_skip = step_of_epoch * run.forward_batch * run.accumulation
             batches = iter(loader)
 
-        # Dropout as a function of the step: a resumed run repeats it.
-        torch.manual_seed(args.seed + 100_003 * step + rank)  # DDP 3: of the rank too, or all drop the same units
+        if args.drop_rate:  # the masks depend on the step alone, so that a resumed run repeats them
+            torch.manual_seed(args.seed + 100_003 * step + rank)  # DDP 3: and on the rank, or all drop the same units
         lr = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
         for group in optimizer.param_groups:
             group["lr"] = lr

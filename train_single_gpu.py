@@ -66,7 +66,8 @@ def train(args):
             windows.n_skip = step_of_epoch * run.forward_batch * run.accumulation
             batches = iter(loader)
 
-        torch.manual_seed(args.seed + 100_003 * step)  # dropout as a function of the step: a resumed run repeats it
+        if args.drop_rate:  # the masks depend on the step alone, so that a resumed run repeats them
+            torch.manual_seed(args.seed + 100_003 * step)
         lr = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
         for group in optimizer.param_groups:
             group["lr"] = lr
