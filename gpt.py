@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# The logits are the largest tensors of a training step: 3 GB at 32 x 1024 tokens in 16 bits, twice that in 32. Made for
-# so many tokens at a time, nothing of them outlives its part but the float32 softmax that backward() needs. Fewer would
-# take longer: each part adds to the gradient of the whole token embedding.
-LOSS_TOKENS = 1024
+# The logits are the largest tensors of a training step: 3 GB at 32 x 1024 tokens in 16 bits, twice that in 32. With so
+# many made at a time (1024 tokens of GPT-2), nothing of them outlives its part but the float32 softmax that backward()
+# needs. Fewer would take longer: each part adds to the gradient of the whole token embedding.
+LOGITS_AT_ONCE = 1024 * 50304
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,8 @@ class GPT(nn.Module):
 
         loss = 0.0
         x, targets = x.flatten(0, 1), targets.flatten()  # (batch * n_tokens, emb_dim), (batch * n_tokens,)
-        for x_part, targets_part in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
+        n_at_once = max(1, LOGITS_AT_ONCE // self.config.vocab_size)  # tokens
+        for x_part, targets_part in zip(x.split(n_at_once), targets.split(n_at_once)):
             logits = F.linear(x_part, self.tok_emb.weight)
             # A sum over a vocabulary needs float32 also where the logits have 16 bits.
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

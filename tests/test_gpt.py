@@ -136,9 +136,9 @@ def test_one_sequence_of_a_batch_does_not_see_another():
 
 @pytest.mark.parametrize("shape", [(3, 7), (4, 12), (1, 5), (1, 1)])
 def test_the_loss_in_parts_has_the_value_and_the_gradients_of_one_piece(shape, monkeypatch):
-    monkeypatch.setattr(gpt, "LOSS_TOKENS", 5)
     token_ids, targets = random_ids(*shape), random_ids(*shape, seed=2)
     model, in_one_piece = random_model(), random_model()
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", 5 * model.config.vocab_size)
     loss = model(token_ids, targets).loss
     loss.backward()
     expected = F.cross_entropy(in_one_piece(token_ids).logits.flatten(0, 1), targets.flatten())
@@ -156,9 +156,13 @@ def test_no_more_than_a_part_of_the_logits_exists_at_once(monkeypatch):
         return real(logits, *args, **kwargs)
 
     monkeypatch.setattr(F, "cross_entropy", spy)
-    monkeypatch.setattr(gpt, "LOSS_TOKENS", 20)
-    random_model()(random_ids(4, 12), random_ids(4, 12))
+    model = random_model()
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", 20 * model.config.vocab_size)
+    model(random_ids(4, 12), random_ids(4, 12))
     assert rows == [20, 20, 8]
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", 1)
+    model(random_ids(1, 2), random_ids(1, 2))
+    assert rows == [20, 20, 8, 1, 1]
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

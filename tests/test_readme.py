@@ -252,6 +252,7 @@ def test_the_commands_for_a_cpu_run_as_printed_and_in_order(tmp_path):
         (programs / name).write_text(f"#!/bin/sh\n{program}\n")
         (programs / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # another slow test may run beside this one
 
     ready = [block for block in BLOCKS if block.runs_on_a_cpu]
     assert ready
