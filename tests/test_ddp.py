@@ -345,7 +345,8 @@ def test_one_process_speaks_for_all(name, ended):
     assert steps == list(range(1, len(steps) + 1))
     for once in ("preset tiny", "backend gloo", "Epoch 1 completed", f"step {steps[-1]}: validation loss", "sample: "):
         assert stdout.count(once) == 1, once
-    assert sum(bool(stdout) for _, stdout, _ in run.processes) == 1, "on one of the machines"
+    ours = [re.sub(r"^\[Gloo\] .*\n", "", stdout, flags=re.MULTILINE) for _, stdout, _ in run.processes]
+    assert sum(map(bool, ours)) == 1, "on one of the machines; torch 2.8 has lines of its own"
     assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoint.pt", "metrics.csv"]
 
 
