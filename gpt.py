@@ -573,7 +573,7 @@ def save(run, model, optimizer, scaler, step, metrics):
     try:
         save_checkpoint(run.folder, checkpoint)
     except OSError as error:
-        return str(error)
+        return f"{error}: mend that, then --resume goes on from the last save"
 
 
 def save_checkpoint(folder, checkpoint):

@@ -95,7 +95,7 @@ def train(rank, world_size, args):
     step, metrics = gpt.restore(run.checkpoint, model, optimizer, scaler)
     log(gpt.describe(args, run, model, step) + f"\nbackend {dist.get_backend()}")
     # DDP 8: ranks that read different files would train on without an error
-    check_same("corpus", run.corpus.hash, "the text built into Python differs between its versions")
+    check_same("corpus", run.corpus.hash, "give all the same --data; the text built into Python differs by version")
     check_same("first step", step + 1, "--out must be one folder that all machines share")
 
     signals = []
@@ -111,7 +111,7 @@ def train(rank, world_size, args):
             windows.n_skip = step_of_epoch * run.forward_batch * run.accumulation
             batches = iter(loader)
 
-        if args.drop_rate:  # the masks depend on the step alone, so that a resumed run repeats them
+        if args.drop_rate:  # the masks depend on the step, so that a resumed run repeats them
             torch.manual_seed(args.seed + 100_003 * step + rank)  # DDP 3: and on the rank, or all drop the same units
         lr = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
         for group in optimizer.param_groups:
@@ -145,7 +145,7 @@ def train(rank, world_size, args):
             losses, stop_signals, bad_steps = zip(*reports)
             stop_signal, bad = max(stop_signals), min(bad_steps)
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
-                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
+                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f}: try a lower --lr")
             now = time.perf_counter()
             row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": lr}
             if log_now:
@@ -155,11 +155,11 @@ def train(rank, world_size, args):
                 timed_steps, clock = 0, now
             if evaluate_now:
                 # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
-                check_same("model", gpt.checksum(model), "a step was not synchronized, or its hardware is faulty")
+                check_same("model", gpt.checksum(model), "look for a step without averaging, or faulty hardware")
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
                 log(f"step {step}: validation loss {row['val_loss']:.6f}")
                 if not math.isfinite(row["val_loss"]):
-                    stop(f"the validation loss is not finite after step {step}")
+                    stop(f"the validation loss is not finite after step {step}: try a lower --lr")
             metrics.append([row.get(name) for name in gpt.METRICS])
             if args.out and (evaluate_now or stop_signal):
                 failure = gpt.save(run, model, optimizer, scaler, step, metrics) if rank == 0 else None  # DDP 6

@@ -66,7 +66,7 @@ def train(args):
             windows.n_skip = step_of_epoch * run.forward_batch * run.accumulation
             batches = iter(loader)
 
-        if args.drop_rate:  # the masks depend on the step alone, so that a resumed run repeats them
+        if args.drop_rate:  # the masks depend on the step, so that a resumed run repeats them
             torch.manual_seed(args.seed + 100_003 * step)
         lr = gpt.learning_rate(step, run.total_steps, args.lr, WARMUP_SHARE)
         for group in optimizer.param_groups:
@@ -95,7 +95,7 @@ def train(args):
         if log_now or evaluate_now:  # between these the host never waits for the device
             losses, stop_signal, bad = [step_loss.item()], max(signals, default=0), bad_step.item()
             if bad <= step or (scaler.is_enabled() and scaler.get_scale() < 1):
-                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f} (losses now {losses})")
+                stop(f"the loss or its gradient is not finite at step {min(bad, step):.0f}: try a lower --lr")
             now = time.perf_counter()
             row = {"step": step, "tokens": step * tokens_per_step, "learning_rate": lr}
             if log_now:
@@ -107,7 +107,7 @@ def train(args):
                 row["val_loss"] = evaluate(model, run, device, autocast, float_sum)
                 log(f"step {step}: validation loss {row['val_loss']:.6f}")
                 if not math.isfinite(row["val_loss"]):
-                    stop(f"the validation loss is not finite after step {step}")
+                    stop(f"the validation loss is not finite after step {step}: try a lower --lr")
             metrics.append([row.get(name) for name in gpt.METRICS])
             if args.out and (evaluate_now or stop_signal):
                 failure = gpt.save(run, model, optimizer, scaler, step, metrics)

@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from importlib.resources import files
@@ -47,6 +48,12 @@ def gpt2_vocabulary(tmp_path_factory):
         shutil.copy(source, folder / hashlib.sha1(address.encode()).hexdigest())
     os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
     return folder
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def command(script, *flags, n=1, folder=ROOT):

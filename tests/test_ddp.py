@@ -17,7 +17,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SINGLE, SPAWN, TORCHRUN, command, finish, patched_copy, read_metrics, start
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    SINGLE,
+    SPAWN,
+    TORCHRUN,
+    command,
+    finish,
+    free_port,
+    patched_copy,
+    read_metrics,
+    start,
+)
 
 import data
 import gpt
@@ -127,12 +139,6 @@ def corpus(tmp_path_factory):
     opened = data.open_corpus(path, "bytes", 8)
     assert (len(opened.train_set), len(opened.val_set)) == (481, 53)
     return path
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_machines(script, *flags):
@@ -587,7 +593,7 @@ def test_a_rank_that_fails_ends_the_whole_job_soon_and_its_reason_is_shown(scrip
     elif fault == "exception":
         assert "Process 1 terminated with the following error" in stderr and reason in stderr
     else:
-        assert stderr == "error: process 1 was ended by SIGKILL\n"
+        assert stderr == "error: process 1 was ended by SIGKILL: add --resume\n"
 
 
 @pytest.mark.parametrize("script, fault", cases("drift"))

@@ -23,7 +23,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SINGLE, SPAWN, TORCHRUN
+from conftest import ROOT, SCRIPTS, SINGLE, SPAWN, TORCHRUN, free_port
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel
@@ -270,12 +269,6 @@ def test_the_commands_for_a_cpu_run_as_printed_and_in_order(tmp_path):
             losses = re.findall(r"step \d+/\d+  loss \S+|validation loss \S+", done.stdout)
             n_runs = len(text.splitlines())
             assert losses and losses == losses[: len(losses) // n_runs] * n_runs
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
