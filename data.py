@@ -1,4 +1,4 @@
-"""Text to tokens to samples: a corpus becomes one flat array on disk, and the array becomes training windows.
+"""What a run reads and what it leaves: text, tokens and windows; a log, metrics and checkpoints.
 
 Nothing here talks to other processes. To tokenize ahead of a run, or to join many files:
 
@@ -9,12 +9,22 @@ Nothing here talks to other processes. To tokenize ahead of a run, or to join ma
 import argparse
 import codecs
 import contextlib
+import csv
 import hashlib
+import io
 import itertools
+import math
 import os
 import re
+import shlex
 import signal
 import sys
+import tempfile
+import time
+import weakref
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,12 +32,17 @@ import numpy as np
 import tiktoken
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks, and goes on without
+    fcntl = None
 
 TOKENIZERS = ("bytes", "gpt2")
 END_OF_TEXT = "<|endoftext|>"
 BLOCK_BYTES = 2**18  # read at once; memory grows with this and the number of threads, not with the file
-MAX_THREADS = 16  # more would only wait for the one that turns the ids into arrays
+N_THREADS = 16  # that tokenize; more would only wait for the one that writes the ids
 HEADER_BYTES = 128  # numpy pads the header of a flat array to this for any length
 
 
@@ -57,10 +72,10 @@ def get_tokenizer(name):
 def load_tokens(path, tokenizer):
     """The token ids of a corpus as one flat integer array of shape (n_tokens,), a memory map where there is a file.
 
-    `path` is a UTF-8 text file, a ready `.npy` of integers, a raw little-endian uint16 `.bin` (nanoGPT's format), or
-    None for the text that comes with Python. A text file is tokenized once, into `<path>.<tokenizer>.npy` beside it,
-    ended by <|endoftext|>. Those ids are used again while the text keeps its size and modification time (a change that
-    keeps both is not seen). Raises ValueError or OSError with the reason and the way out.
+    `path` is a UTF-8 text file, a ready `.npy` of integers, a `.bin` of uint16 as nanoGPT or llm.c write it, or None
+    for the text that comes with Python. A text file is tokenized once, into `<path>.<tokenizer>.npy` beside it, ended
+    by <|endoftext|>. Those ids are used again while the text keeps its size and modification time (a change that keeps
+    both is not seen). Raises ValueError or OSError with the reason and the way out.
     """
     if path is None:
         return np.array([*tokenizer.encode_ordinary(builtin_text()), tokenizer.eot_token])
@@ -73,10 +88,9 @@ def load_tokens(path, tokenizer):
             raise ValueError(f"{path} was made with --tokenizer {made_with}: give the same, not {tokenizer.name}")
         return tokens
     if path.suffix == ".bin":
-        if path.stat().st_size % 2:
-            raise ValueError(f"{path} is no file of uint16 ids: its {path.stat().st_size:,} bytes are an odd number")
-        return np.memmap(path, dtype="<u2", mode="r")
+        return _open_bin(path)
 
+    lock = fcntl and Lock(path, wait=True)  # of several processes one tokenizes, and the others wait for its file
     cache = Path(f"{path}.{tokenizer.name}.npy")
     stamp = _stamp(tokenizer, path)
     with contextlib.suppress(OSError, ValueError):
@@ -88,11 +102,28 @@ def load_tokens(path, tokenizer):
     except OSError as error:
         if error.filename == str(path):
             raise
-        raise OSError(
-            f"{error}; tokenize with python data.py {path} --tokenizer {tokenizer.name} --output tokens.npy, and give "
-            "--data tokens.npy"
-        ) from error
+        command = f"python data.py {shlex.quote(str(path))} --tokenizer {tokenizer.name} --output tokens.npy"
+        raise OSError(f"{error}; tokenize with {command}, and give --data tokens.npy") from error
+    del lock
     return _open_npy(cache)
+
+
+class Lock:
+    """Holds a file or folder against other processes for as long as it, or its process, lives.
+
+    BlockingIOError where another process holds it, unless this one shall `wait`. Some network file systems, and
+    Windows, have no such locks: there it holds nothing.
+    """
+
+    def __init__(self, path, wait):
+        descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            return
 
 
 def builtin_text():
@@ -123,6 +154,20 @@ def _open_npy(path):
     if not is_flat_integer:
         raise ValueError(
             f"{path} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}"
+        )
+    return tokens
+
+
+def _open_bin(path):
+    size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=3)
+    if len(header) == 3 and header[0] == 20240520:  # llm.c: magic number, version, number of tokens, up to 1024 bytes
+        return np.memmap(path, dtype="<u2", mode="r", offset=1024)
+    if size % 2:
+        raise ValueError(f"{path} is no file of uint16 ids: its {size:,} bytes are an odd number")
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    if len(tokens) > 1000 and not tokens[1:100_000:2].any():
+        raise ValueError(
+            f"{path} holds ids of 32 bits, every second half of which is 0: write them as uint16, or as .npy"
         )
     return tokens
 
@@ -158,7 +203,7 @@ def write_tokens(paths, tokenizer, output, stamp=b""):
             file.seek(HEADER_BYTES)
             for path in paths:
                 for ids in _encode(path, tokenizer):
-                    file.write(np.array(ids, dtype="<u2").tobytes())
+                    file.write(np.asarray(ids, dtype="<u2").tobytes())
                     n_tokens += len(ids)
             file.write(stamp or _stamp(tokenizer))
             file.seek(0)
@@ -175,53 +220,49 @@ def write_tokens(paths, tokenizer, output, stamp=b""):
 
 
 def _encode(path, tokenizer):
-    """The ids of a text file and <|endoftext|> after them, in lists."""
-    n_threads = min(os.cpu_count() or 1, MAX_THREADS)
-    pieces = _pieces(path)
-    while batch := list(itertools.islice(pieces, n_threads)):
-        if tokenizer.name == "gpt2" and any(map(_has_endless_space, batch)):
-            raise ValueError(f"{path} has a million white-space characters in a row, more than tiktoken can take")
-        yield from tokenizer.encode_ordinary_batch(batch, num_threads=n_threads)
+    """The ids of a text file and <|endoftext|> after them, in lists or arrays."""
+    if tokenizer.name == "bytes":  # a byte is its own id
+        yield from (np.frombuffer(text.encode(), dtype=np.uint8) for text in _texts(path))
+    else:
+        pieces = _pieces(path)
+        while batch := list(itertools.islice(pieces, N_THREADS)):
+            if any(map(_has_endless_space, batch)):
+                raise ValueError(f"{path} has a million white-space characters in a row, more than tiktoken can take")
+            yield from tokenizer.encode_ordinary_batch(batch, num_threads=N_THREADS)
     yield [tokenizer.eot_token]
 
 
-# No token of either tokenizer crosses from a character that is not white space to one that is, so a cut there changes
-# no ids. Greedy: the last such place of a block. No \s ahead: it holds \x1c to \x1f, which tiktoken takes for symbols.
+def _texts(path):
+    """The text of a file in blocks; ValueError with the place if it is not UTF-8."""
+    with open(path, "rb") as file:
+        try:
+            yield from codecs.iterdecode(iter(partial(file.read, BLOCK_BYTES), b""), "utf-8")
+        except UnicodeDecodeError as error:
+            byte = file.tell() - len(error.object) + error.start
+            raise ValueError(f"{path} is not UTF-8 text: byte {byte:,} ({error.reason}); convert it first") from None
+
+
+# No token of GPT-2 crosses from a character that is not white space to one that is, so a cut there changes no ids.
+# Greedy: the last such place of a block. No \s ahead: it holds \x1c to \x1f, which tiktoken takes for symbols.
 LAST_CUT = re.compile(r"(?s:.*)\S(?=[ \t\r\n])")
 
 
 def _pieces(path):
     """The text of a file in pieces of about BLOCK_BYTES, longer only where it has no place to cut."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
     held = []  # text that waits for a place to cut
-    with open(path, "rb") as file:
-        offset = 0
-        while block := file.read(BLOCK_BYTES):
-            text = _decode(decoder, block, offset, path)
-            offset += len(block)
-            if cut := LAST_CUT.match(text):
-                yield "".join([*held, text[: cut.end()]])
-                held = [text[cut.end() :]]
-            else:
-                held.append(text)
-        held.append(_decode(decoder, b"", offset, path))
-    if rest := "".join(held):
-        yield rest
+    for text in _texts(path):
+        if cut := LAST_CUT.match(text):
+            yield "".join([*held, text[: cut.end()]])
+            held = [text[cut.end() :]]
+        else:
+            held.append(text)
+    yield "".join(held)
 
 
 def _has_endless_space(text):
     """Whether a run of white space with text after it would overflow the stack of gpt2's regular expression."""
-    return len(text) > 999_999 and re.search(r"(?<!\s)\s{999999,}(?=\S)", text)
-
-
-def _decode(decoder, block, offset, path):
-    offset -= len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
-    try:
-        return decoder.decode(block, final=not block)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text: byte {offset + error.start:,} ({error.reason}); convert it first"
-        ) from None
+    space = r"[^\S\x1c-\x1f]"  # as tiktoken counts it
+    return len(text) > 999_999 and re.search(rf"(?<!{space}){space}{{999999,}}(?!{space}|\Z)", text)
 
 
 def fingerprint(tokens):
@@ -249,11 +290,6 @@ class TokenDataset(Dataset):
     """
 
     def __init__(self, tokens, context_length, n_vocab):
-        if len(tokens) <= context_length:
-            raise ValueError(
-                f"{len(tokens):,} tokens hold no window of {context_length} and the token after it: give more text, "
-                "or a smaller --context-length"
-            )
         self.windows = sliding_window_view(tokens, context_length + 1)[::context_length]  # (n_windows, T + 1), no copy
         self.n_vocab = n_vocab
         for block in _spaced_blocks(tokens):
@@ -297,20 +333,6 @@ def split_tokens(tokens, context_length, n_vocab):
     return TokenDataset(tokens[:cut], context_length, n_vocab), TokenDataset(tokens[cut:], context_length, n_vocab)
 
 
-class SkipSampler(Sampler):
-    """What `sampler` gives after its first `n_skip` indices. A resumed epoch never reads what it skips."""
-
-    def __init__(self, sampler, n_skip=0):
-        self.sampler = sampler
-        self.n_skip = n_skip
-
-    def __iter__(self):
-        return itertools.islice(self.sampler, self.n_skip, None)
-
-    def __len__(self):
-        return max(0, len(self.sampler) - self.n_skip)
-
-
 def open_corpus(path, tokenizer_name, context_length):
     """A corpus ready to train on: its `tokenizer`, `train_set`, `val_set` and `hash`; errors as in `load_tokens`."""
     tokenizer = get_tokenizer(tokenizer_name)
@@ -343,39 +365,335 @@ def plan_steps(n_windows, global_batch_size, batch_size, n_processes):
     return forward_batch, share // forward_batch, n_windows // global_batch_size
 
 
-def _refuse(reason):
-    print(f"error: {reason}", file=sys.stderr)
-    sys.exit(2)
+# ----------------------------------------------------------------------------------------------------------------------
+# A run: its plan, its log, its files, its end
+
+
+def on_signals(handler):
+    """Let `handler` decide what Ctrl-C, SIGTERM and a closed terminal do."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        signum = getattr(signal, name, None)  # Windows has no SIGHUP
+        if signum and signal.getsignal(signum) != signal.SIG_IGN:  # nohup makes SIGHUP ignored, and so it stays
+            signal.signal(signum, handler)
+
+
+def end_quietly(signum, frame):
+    sys.exit(128 + signum)  # an exception: no half-written file stays
+
+
+def say(text, file=None):
+    """Print `text`. Where it cannot be printed, it and what follows are lost, but the program goes on."""
+    file = file or sys.stdout
+    try:
+        print(text.encode(file.encoding, "replace").decode(file.encoding), file=file, flush=True)
+    except OSError:  # a pipe that nobody reads any more, a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+class Run:
+    """A training run: what it reads, how far it is, what it reports and saves, and why it ends.
+
+    A script calls `start`, takes each of the `steps` and gives its losses to `note`; where `is_report_step`,
+    `is_eval_step` or `is_save_step` it calls `log`, `log_validation` or `save`; and it exits with the status that
+    `finish` returns. Where several processes train together, each has its own Run, and only one is not `quiet`.
+
+        args, n_processes, quiet              as given
+        corpus                                its tokenizer, train_set, val_set and hash
+        forward_batch, accumulation           sequences in a forward pass, and forward passes in a step
+        steps_per_epoch, total_steps          the total counts from step 0, also where the run is resumed
+        first_step, step                      the first step of this launch, and the last one that is done
+        metrics                               the rows of metrics.csv, those before a resume too
+        stop_signal, problem                  why it ends early: the signal (or 0), what is wrong (or None)
+
+    Raises ValueError or OSError, with what to do, for a run that cannot be.
+    """
+
+    def __init__(self, args, n_processes=1, quiet=False):
+        self.args, self.n_processes, self.quiet = args, n_processes, quiet
+        self.corpus = open_corpus(args.data, args.tokenizer, args.context_length)
+        self.forward_batch, self.accumulation, self.steps_per_epoch = plan_steps(
+            len(self.corpus.train_set), args.global_batch_size, args.batch_size, n_processes
+        )
+        self.total_steps = args.max_steps or args.epochs * self.steps_per_epoch
+        # What decides the losses: a checkpoint goes on only where it is the same.
+        names = ("context_length", "emb_dim", "n_heads", "n_layers", "drop_rate", "tokenizer", "seed")
+        self.identity = {name: getattr(args, name) for name in (*names, "global_batch_size")}
+        self.identity["corpus"] = self.corpus.hash
+        self.lock = open_run_folder(args.out) if args.out and not quiet else None
+        self.checkpoint = find_checkpoint(args.out, args.resume, self.identity) if args.out else None
+        self.step = self.checkpoint["step"] if self.checkpoint else 0
+        self.metrics = self.checkpoint["metrics"] if self.checkpoint else []
+        self.first_step, self.stop_signal, self.problem = self.step + 1, 0, None
+        self.noted, self.signals = [], []
+
+    def print(self, text, file=None):
+        if not self.quiet:
+            say(text, file)
+
+    @property
+    def told(self):
+        """What must be the same in all processes, by its name."""
+        own = ("data", "out", "nproc", "node_rank")  # paths and places may differ between machines
+        flags = {f"--{name.replace('_', '-')}": value for name, value in vars(self.args).items() if name not in own}
+        return {**flags, "corpus": self.corpus.hash, "first step": self.first_step, "torch": torch.__version__}
+
+    def check_same(self, dictionaries, hint):
+        """End if a process has another value than the first; each gave a dictionary of values by their names."""
+        for rank, other in enumerate(dictionaries):
+            for name, value in dictionaries[0].items():
+                if other[name] != value and not self.problem:
+                    self.problem = f"{name} is {value} on rank 0 and {other[name]} on rank {rank}: {hint}"
+
+    def start(self, **parts):
+        """Begin, or go on where a checkpoint stopped. It keeps these parts: `model`, `optimizer` and `scaler`."""
+        self.parts = parts
+        for name, part in parts.items() if self.checkpoint else ():
+            if self.checkpoint[name]:  # empty for a scaler that had nothing to do, as in bfloat16
+                part.load_state_dict(self.checkpoint[name])
+        for state in parts[
+            "optimizer"
+        ].state.values():  # on a CPU they still lie in the file, which the next save replaces
+            state.update({name: tensor.clone() for name, tensor in state.items()})
+        self.checkpoint = None
+        on_signals(self.take_note)
+        args, corpus = self.args, self.corpus
+        n_parameters = sum(p.numel() for p in parts["model"].parameters())
+        processes = "1 process" if self.n_processes == 1 else f"{self.n_processes} processes"
+        could_compile = args.device == "cuda" and not args.compile
+        self.print(
+            f"preset {args.preset}: {args.n_layers} layers, {args.n_heads} heads, {args.emb_dim} wide, "
+            f"{args.context_length} tokens of context, {n_parameters:,} parameters"
+            f"{'' if args.data else '; for the real thing: --preset gpt2 --data FILE'}\n"
+            f"device {args.device}, {processes}, {args.dtype}{', compiled' if args.compile else ''}, "
+            f"torch {torch.__version__}{'; --compile makes steps faster' if could_compile else ''}\n"
+            f"corpus {args.data or 'built into Python'}, hash {corpus.hash}, {args.tokenizer} tokens: "
+            f"{len(corpus.train_set):,} windows to train on, {len(corpus.val_set):,} to validate\n"
+            f"{args.global_batch_size} sequences per step = {self.forward_batch} per forward x {self.accumulation} "
+            f"accumulated x {processes}; {self.steps_per_epoch:,} steps per epoch, {self.total_steps:,} in all"
+        )
+        if self.step:
+            self.print(f"resumed after step {self.step}")
+
+    def take_note(self, signum, frame):
+        """Handle a signal: the next report tells it. A second Ctrl-C ends a run of one process at once."""
+        now = time.monotonic()
+        if not self.signals:
+            self.print(f"{signal.Signals(signum).name}: stops after the next report, and saves", sys.stderr)
+        elif signum == signal.SIGINT and self.n_processes == 1 and now - self.signals[0][1] > 1:  # not one told twice
+            sys.exit(128 + signum)
+        self.signals.append((signum, now))
+
+    def steps(self):
+        """The numbers of the steps to take, up to the end of the run."""
+        while not (self.is_complete or self.stop_signal or self.problem):
+            if not self.noted:  # what came since the last report, such as an evaluation, is not in the speed
+                self.clock, self.timed_from = time.perf_counter(), self.step
+            yield self.step + 1
+            if self.step % self.steps_per_epoch == 0:
+                self.print(f"Epoch {self.step // self.steps_per_epoch} completed")
+
+    def note(self, losses, gradient_norm):
+        """Take note of a step: the losses of its micro-batches and its gradient norm, which stay on the device."""
+        self.step += 1
+        self.noted.append(torch.stack([*losses, gradient_norm]))
+        if self.step == self.first_step:  # it compiles and warms up, so the clock starts when it is over
+            self.noted[0].tolist()
+            self.clock, self.timed_from = time.perf_counter(), self.step
+
+    @property
+    def is_complete(self):
+        return not self.problem and self.step >= self.total_steps
+
+    @property
+    def is_eval_step(self):
+        return not self.problem and (self.is_complete or self.step % self.args.eval_every == 0)
+
+    @property
+    def is_save_step(self):
+        return not self.problem and (self.is_eval_step or self.stop_signal > 0)
+
+    @property
+    def is_report_step(self):
+        return self.is_eval_step or self.step % self.args.log_every == 0
+
+    def report(self):
+        """What this process knows since its last report: the loss of the last step, the first step whose loss or
+        gradient was not finite (else infinity), and the signal that asks for an end (else 0).
+        """
+        numbers = torch.stack(self.noted).cpu()  # (steps, accumulation + 1); waits for the device
+        *losses, self.gradient_norm = numbers[-1].tolist()
+        scaler = self.parts["scaler"]
+        # A gradient that overflows float16 is no fault: the scaler skips that step. If it has to all the time, it is.
+        finite = (numbers[:, :-1] if scaler.is_enabled() else numbers).isfinite().all(dim=1).tolist()
+        finite[-1] &= scaler.get_scale() >= 1
+        bad_step = self.step - len(finite) + 1 + finite.index(False) if False in finite else math.inf
+        return sum(losses), bad_step, max((signum for signum, _ in self.signals), default=0)
+
+    def log(self, reports, learning_rate):
+        """Print the last step as all processes report it, and see whether the run must end."""
+        losses, bad_steps, stop_signals = zip(*reports)
+        self.stop_signal = max(stop_signals)
+        if min(bad_steps) <= self.step:
+            self.problem = f"the loss or its gradient is not finite at step {min(bad_steps)}: try a lower --lr"
+            return
+        loss, seconds = sum(losses) / len(losses), time.perf_counter() - self.clock
+        tokens_per_step = self.args.global_batch_size * self.args.context_length
+        speed = (self.step - self.timed_from) * tokens_per_step / seconds if self.step > self.timed_from else None
+        self.noted = []
+        self.metrics.append([self.step, self.step * tokens_per_step, learning_rate, loss, None, speed])
+        epoch = math.ceil(self.step / self.steps_per_epoch)
+        line = f"epoch {epoch}  step {self.step}/{self.total_steps}  loss {loss:.6f}"
+        if 1 < len(losses) <= 8:
+            line += " [" + ", ".join(f"rank {rank} {loss:.6f}" for rank, loss in enumerate(losses)) + "]"
+        elif len(losses) > 8:
+            low, high = min(losses), max(losses)
+            line += f" [lowest rank {losses.index(low)} {low:.6f}, highest rank {losses.index(high)} {high:.6f}]"
+        line += f"  norm {self.gradient_norm:.3f}  lr {learning_rate:.2e}"
+        if speed:
+            left = timedelta(seconds=round((self.total_steps - self.step) * tokens_per_step / speed))
+            line += f"  {speed:,.0f} tokens/s  {left} left"
+        self.print(line)
+
+    def log_validation(self, loss):
+        """Print the validation loss, and put it into the row of this step."""
+        self.metrics[-1][METRICS.index("val_loss")] = loss
+        self.print(f"step {self.step}: validation loss {loss:.6f}")
+        if not math.isfinite(loss):
+            self.problem = f"the validation loss is not finite after step {self.step}: try a lower --lr"
+
+    def save(self):
+        """Keep in `--out` what `start` needs to go on from here."""
+        if not self.args.out:
+            return
+        checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
+        checkpoint |= {"step": self.step, "metrics": self.metrics, "run": self.identity}
+        try:
+            save_checkpoint(self.args.out, {**checkpoint, "config": asdict(self.parts["model"].config)})
+        except OSError as error:
+            self.problem = f"{error}: mend that, then --resume goes on from the last save"
+
+    def finish(self):
+        """Say how it ended, and return the status to exit with."""
+        out = self.args.out
+        if self.problem:
+            self.print(f"error: {self.problem}", sys.stderr)
+            return 1
+        if self.stop_signal:
+            saved = f"saved in {out}; --resume goes on" if out else "nothing was saved without --out"
+            self.print(f"stopped by {signal.Signals(self.stop_signal).name} after step {self.step}: {saved}")
+            return 128 + self.stop_signal
+        self.print(f"written to {out}" if out else "nothing was written: --out DIR keeps a checkpoint")
+        return 0
+
+
+METRICS = ("step", "tokens", "learning_rate", "train_loss", "val_loss", "tokens_per_second")
+CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "step", "metrics", "config", "run"}
+
+
+def open_run_folder(folder):
+    """Make sure that a run can write to `folder`, and alone: returns the `Lock` to keep. Else ValueError or OSError."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        return fcntl and Lock(folder, wait=False)
+    except BlockingIOError as error:
+        raise ValueError(f"another run writes to --out {folder}: wait for its end, or choose another --out") from error
+    except OSError as error:
+        raise OSError(f"cannot write to --out {folder}: {error.strerror}") from error
+
+
+def find_checkpoint(folder, resume, identity):
+    """The checkpoint in `folder` from which a run of this `identity` may go on, or None if there is none.
+
+    ValueError for one that the run would overwrite, or that is of another identity.
+    """
+    path = Path(folder, "checkpoint.pt")
+    if not path.exists():
+        return None
+    if not resume:
+        raise ValueError(f"{path} exists: add --resume to go on from it, or choose another --out")
+    checkpoint = load_checkpoint(path)
+    saved = {**checkpoint["config"], **checkpoint["run"]}
+    for name, value in identity.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"{path} has {name} {saved.get(name)}, this run has {value}: give the same, or another --out"
+            )
+    return checkpoint
+
+
+def load_checkpoint(path):
+    """What `save_checkpoint` wrote, its tensors on the CPU and read only when used; ValueError if it is not that.
+
+    `weights_only=True`: loading a file never runs code from it.
+    """
+    try:  # mapped, but on Windows, where the next save could not replace a mapped file
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=os.name != "nt")
+        wrong = ", ".join(f"lacks {name}" for name in sorted(CHECKPOINT_KEYS - checkpoint.keys()))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {path}") from None
+    except Exception as error:  # torch.load fails in as many ways as a file can be broken
+        wrong = type(error).__name__  # its text may have many lines, and advise to load the file unsafely
+    if wrong:
+        raise ValueError(f"{path} is no checkpoint of this project or is damaged ({wrong}): choose another --out")
+    return checkpoint
+
+
+def save_checkpoint(folder, checkpoint):
+    """Write `folder/checkpoint.pt`, and `folder/metrics.csv` from the rows in it, so that a kill loses neither.
+
+    Both are written beside their places and flushed to disk, then renamed: whoever reads sees an old file or a new one,
+    never a part. Raises OSError with the path and the reason; the earlier files are then untouched.
+    """
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([METRICS, *checkpoint["metrics"]])
+    writers = {  # the checkpoint last: a run killed in between saves both again
+        Path(folder, "metrics.csv"): lambda file: file.write(table.getvalue().encode()),
+        Path(folder, "checkpoint.pt"): lambda file: torch.save(checkpoint, file),
+    }
+    # One fixed name for each: what a kill leaves, the next save overwrites.
+    temporary = {path: path.with_name(path.name + ".tmp") for path in writers}
+    try:
+        for path, write in writers.items():
+            with open(temporary[path], "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in writers:
+            os.replace(temporary[path], path)
+    except (OSError, RuntimeError) as error:
+        # torch.save turns a full disk into a RuntimeError about file positions; the reason is what it arose from.
+        reason = error if isinstance(error, OSError) else error.__context__ or error
+        raise OSError(f"cannot write {path}: {reason}") from error
+    finally:
+        for path in writers:
+            with contextlib.suppress(OSError):
+                temporary[path].unlink(missing_ok=True)
 
 
 def main():
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))  # an exception: no half-written file stays
+    on_signals(end_quietly)
     parser = argparse.ArgumentParser(description="Tokenize text files ahead of a training run.")
-    parser.error = _refuse
-    parser.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text, one document each")
+    parser.error = lambda reason: parser.exit(2, f"error: {reason}\n")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="UTF-8 text, one document each")
     parser.add_argument("--tokenizer", choices=TOKENIZERS, default="gpt2", help="default: %(default)s")
-    parser.add_argument("--output", metavar="FILE.npy", help="one array of all files; default: one beside each file")
+    parser.add_argument("--output", type=Path, metavar="FILE.npy", help="one array of all; default: one beside each")
     args = parser.parse_args()
+    outputs = {args.output: args.files} if args.output else {path: [path] for path in args.files}
     try:
-        paths = [Path(file) for file in args.files]
-        for path in paths:
+        for path in args.files:
             _check_file(path)
+        if args.output and args.output.suffix != ".npy":
+            raise ValueError(f"--output {args.output} must end in .npy, by which a training script knows the format")
+        if args.output and args.output.exists() and any(args.output.samefile(path) for path in args.files):
+            raise ValueError(f"--output {args.output} is one of the files to read: choose another name")
         tokenizer = get_tokenizer(args.tokenizer)
-        if args.output is None:
-            for path in paths:
-                n_tokens = len(load_tokens(path, tokenizer))
-                print(f"{path}: {n_tokens:,} tokens; train with --data {path} --tokenizer {args.tokenizer}")
-            return
-        output = Path(args.output)
-        if output.suffix != ".npy":
-            raise ValueError(f"--output {output} must end in .npy, by which a training script knows the format")
-        if output.exists() and any(output.samefile(path) for path in paths):
-            raise ValueError(f"--output {output} is one of the files to read: choose another name")
-        n_tokens = write_tokens(paths, tokenizer, output)
-        print(f"{output}: {n_tokens:,} tokens; train with --data {output} --tokenizer {args.tokenizer}")
+        for output, paths in outputs.items():
+            n_tokens = write_tokens(paths, tokenizer, output) if args.output else len(load_tokens(output, tokenizer))
+            given = shlex.quote(str(output))
+            print(f"{output}: {n_tokens:,} tokens; train with --data {given} --tokenizer {args.tokenizer}")
     except (ValueError, OSError) as error:
-        _refuse(error)
+        parser.error(error)
 
 
 if __name__ == "__main__":
