@@ -403,7 +403,7 @@ def main():
         tokenizer = data.get_tokenizer(checkpoint["run"]["tokenizer"])
         model = GPT(GPTConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
-        model.to(torch.accelerator.current_accelerator() or "cpu")
+        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
         text = sample(model, tokenizer, args.seed, args.prompt, args.tokens, args.temperature, args.top_k)
     except (ValueError, OSError) as error:
         parser.error(error)
