@@ -383,9 +383,10 @@ def end_quietly(signum, frame):
 
 def say(text, file=None):
     """Print `text`. Where it cannot be printed, it and what follows are lost, but the program goes on."""
-    file = file or sys.stdout
+    file = file or sys.stdout or io.StringIO()  # a program can be started without stdout
+    encoding = file.encoding or "utf-8"
     try:
-        print(text.encode(file.encoding, "replace").decode(file.encoding), file=file, flush=True)
+        print(text.encode(encoding, "replace").decode(encoding), file=file, flush=True)
     except OSError:  # a pipe that nobody reads any more, a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
@@ -450,9 +451,8 @@ class Run:
         for name, part in parts.items() if self.checkpoint else ():
             if self.checkpoint[name]:  # empty for a scaler that had nothing to do, as in bfloat16
                 part.load_state_dict(self.checkpoint[name])
-        for state in parts[
-            "optimizer"
-        ].state.values():  # on a CPU they still lie in the file, which the next save replaces
+        # Lets go of the file, which the next save replaces: on a CPU the optimizer still uses tensors that lie in it.
+        for state in parts["optimizer"].state.values():
             state.update({name: tensor.clone() for name, tensor in state.items()})
         self.checkpoint = None
         on_signals(self.take_note)
@@ -562,15 +562,15 @@ class Run:
             self.problem = f"the validation loss is not finite after step {self.step}: try a lower --lr"
 
     def save(self):
-        """Keep in `--out` what `start` needs to go on from here."""
-        if not self.args.out:
-            return
+        """Keep in `--out` what `start` needs to go on from here. Returns what is wrong with the run, or None."""
+        if self.problem or not self.args.out:
+            return self.problem
         checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
         checkpoint |= {"step": self.step, "metrics": self.metrics, "run": self.identity}
         try:
             save_checkpoint(self.args.out, {**checkpoint, "config": asdict(self.parts["model"].config)})
         except OSError as error:
-            self.problem = f"{error}: mend that, then --resume goes on from the last save"
+            return f"{error}: mend that, then --resume goes on from the last save"
 
     def finish(self):
         """Say how it ended, and return the status to exit with."""

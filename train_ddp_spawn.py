@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist  # DDP 1
 import torch.distributed.nn  # DDP 1: imported later, by DDP, its default arguments would keep the group alive
 from torch.distributed.elastic.utils.distributed import get_free_port
-from torch.multiprocessing import ProcessExitedException, active_children, spawn
+from torch.multiprocessing import ProcessExitedException, active_children, parent_process, spawn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP 3
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler  # DDP 2
@@ -29,21 +29,20 @@ from torch.utils.data.distributed import DistributedSampler  # DDP 2
 import data
 import gpt
 
-TIMEOUT = timedelta(minutes=10)  # for a process that waits for another
-
 
 def setup(rank, world_size, device):  # DDP 1
     """Join the group of `world_size` processes that train together, as number `rank`."""
     data.on_signals(signal.SIG_DFL)  # a process that waits for the others could run no handler
+    timeout = timedelta(minutes=10)  # for all that it ever waits for another
     # nccl between GPUs, which Windows lacks; gloo between CPUs
     backend = "gloo" if os.name == "nt" else dist.get_default_backend_for_device(device)
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # main() found the port
     if rank == 0:
         data.say(
-            f"{backend}: waits for {world_size} processes at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            f"{backend} waits at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} for {world_size} processes"
         )
-    group = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT, "device_id": gpu}
+    group = {"rank": rank, "world_size": world_size, "timeout": timeout, "device_id": gpu}
     dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
 
 
@@ -54,6 +53,8 @@ def cleanup():  # DDP 1
 
 def train(local_rank, world_size, args):
     """Train as `args` says, and exit with the status of the run."""
+    if not parent_process().is_alive():
+        sys.exit(1)  # it was killed so early that torch does not end this process with it
     rank = args.node_rank * args.nproc + local_rank  # DDP 1: orders data and output; the local rank picks the GPU
     device = gpt.pick_device(args, local_rank)  # DDP 1: a GPU of its own for each process
     on_gpu = device.type == "cuda"
@@ -113,12 +114,8 @@ def train(local_rank, world_size, args):
             run.log_validation(evaluate(model, run, device, autocast))
         if run.is_save_step:
             # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
-            run.check_same(
-                gather({"the model": gpt.checksum(model)}), "a step did not average, or hardware is at fault"
-            )
-            if rank == 0:  # DDP 6: one process saves, and if it cannot, all end
-                run.save()
-            run.problem = gather(run.problem)[0]  # DDP 6
+            run.check_same(gather({"the model": gpt.checksum(model)}), "a step did not average, or hardware failed")
+            run.problem = gather(run.save() if rank == 0 else None)[0]  # DDP 6: one saves; if it cannot, all end
     if run.is_complete:
         run.print("sample: " + gpt.sample(model, run.corpus.tokenizer, args.seed))
     del ddp_model  # DDP 1: it refers to the group, whose threads end in cleanup() only if nobody does
@@ -162,6 +159,10 @@ def main():
     flag("--nnodes", type=count, default=1, metavar="N", help="machines, of --nproc processes each (default: 1)")
     flag("--node-rank", type=gpt.number(int, 0, 2**31), default=0, metavar="N", help="of this machine (default: 0)")
     args = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parser.error(
+            "this script starts its own processes: start it with python; torchrun starts train_ddp_torchrun.py"
+        )
     try:
         gpt.resolve_flags(args, for_ddp=True)
         if args.node_rank >= args.nnodes or (args.nnodes > 1 and {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):

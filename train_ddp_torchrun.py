@@ -27,23 +27,22 @@ from torch.utils.data.distributed import DistributedSampler  # DDP 2
 import data
 import gpt
 
-TIMEOUT = timedelta(minutes=10)  # for a process that waits for another
-
 
 def setup(rank, world_size, device):  # DDP 1
     """Join the group of `world_size` processes that train together, as number `rank`."""
     data.on_signals(signal.SIG_DFL)  # a process that waits for the others could run no handler
+    timeout = timedelta(minutes=10)  # for all that it ever waits for another
     # nccl between GPUs, which Windows lacks; gloo between CPUs
     backend = "gloo" if os.name == "nt" else dist.get_default_backend_for_device(device)
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     if rank == 0:
         data.say(
-            f"{backend}: waits for {world_size} processes at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            f"{backend} waits at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} for {world_size} processes"
         )
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     # After a restart this still holds the addresses of processes that died: each attempt looks under keys of its own.
     store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    group = {"rank": rank, "world_size": world_size, "store": store, "timeout": TIMEOUT, "device_id": gpu}
+    group = {"rank": rank, "world_size": world_size, "store": store, "timeout": timeout, "device_id": gpu}
     dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
 
 
@@ -112,12 +111,8 @@ def train(rank, world_size, args, run):
             run.log_validation(evaluate(model, run, device, autocast))
         if run.is_save_step:
             # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
-            run.check_same(
-                gather({"the model": gpt.checksum(model)}), "a step did not average, or hardware is at fault"
-            )
-            if rank == 0:  # DDP 6: one process saves, and if it cannot, all end
-                run.save()
-            run.problem = gather(run.problem)[0]  # DDP 6
+            run.check_same(gather({"the model": gpt.checksum(model)}), "a step did not average, or hardware failed")
+            run.problem = gather(run.save() if rank == 0 else None)[0]  # DDP 6: one saves; if it cannot, all end
     if run.is_complete:
         run.print("sample: " + gpt.sample(model, run.corpus.tokenizer, args.seed))
     del ddp_model  # DDP 1: it refers to the group, whose threads end in cleanup() only if nobody does

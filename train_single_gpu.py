@@ -1,6 +1,5 @@
 """Train a GPT on one device: the baseline, to which the two DDP scripts add the lines that they mark with "DDP".
 
-python train_single_gpu.py                                            # a tiny model, text that comes with Python
 python train_single_gpu.py --preset gpt2 --data corpus.txt --out runs/gpt2
 """
 
@@ -8,6 +7,7 @@ import signal
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends each process without a traceback
 
+import os
 import sys
 from itertools import islice
 
@@ -65,7 +65,7 @@ def train(args, run):
         if run.is_eval_step:
             run.log_validation(evaluate(model, run, device, autocast))
         if run.is_save_step:
-            run.save()
+            run.problem = run.save()
     if run.is_complete:
         run.print("sample: " + gpt.sample(model, run.corpus.tokenizer, args.seed))
     sys.exit(run.finish())
@@ -87,6 +87,8 @@ def main():
     data.on_signals(data.end_quietly)
     parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parser.error("this script is one process: start it with python; torchrun starts train_ddp_torchrun.py")
     try:
         gpt.resolve_flags(args)
         run = data.Run(args)
