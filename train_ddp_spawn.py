@@ -39,9 +39,7 @@ def setup(rank, world_size, device):  # DDP 1
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # main() found the port
     if rank == 0:
-        data.say(
-            f"{backend} waits at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} for {world_size} processes"
-        )
+        data.say(f"{backend} waits for {world_size} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     group = {"rank": rank, "world_size": world_size, "timeout": timeout, "device_id": gpu}
     dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
 

@@ -36,9 +36,7 @@ def setup(rank, world_size, device):  # DDP 1
     backend = "gloo" if os.name == "nt" else dist.get_default_backend_for_device(device)
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     if rank == 0:
-        data.say(
-            f"{backend} waits at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} for {world_size} processes"
-        )
+        data.say(f"{backend} waits for {world_size} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     # After a restart this still holds the addresses of processes that died: each attempt looks under keys of its own.
     store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
