@@ -7,7 +7,6 @@ import signal
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends each process without a traceback
 
-import os
 import sys
 from itertools import islice
 
@@ -87,8 +86,6 @@ def main():
     data.on_signals(data.end_quietly)
     parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        parser.error("this script is one process: start it with python; torchrun starts train_ddp_torchrun.py")
     try:
         gpt.resolve_flags(args)
         run = data.Run(args)
