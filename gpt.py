@@ -14,6 +14,7 @@ A trained model writes from the command line:
 import argparse
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -319,12 +320,14 @@ def make_parser(description, quiet=False):
     return parser
 
 
-def resolve_flags(args, for_ddp=False):
+def resolve_flags(args, for_ddp=False, by_torchrun=False):
     """Put the preset's values, the device and the dtype where the command line gave none; ValueError if they cannot be.
 
     `for_ddp`: `args.nproc` processes train on this machine, each on a GPU of its own. That leaves out mps, on which
-    none can average.
+    none can average. `by_torchrun`: the script is one that torchrun starts.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ and not by_torchrun:
+        raise ValueError("start this script with python: of the three, torchrun starts train_ddp_torchrun.py alone")
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     if accelerator not in ("cpu", "cuda", "mps") or (accelerator == "mps" and for_ddp):
         accelerator = "cpu"  # nothing here was written for the other kinds
@@ -343,6 +346,9 @@ def resolve_flags(args, for_ddp=False):
         args.dtype = "bfloat16" if has_bfloat16 else "float16" if args.device == "cuda" else "float32"
     if (args.dtype, args.device) in (("float16", "cpu"), ("float64", "mps")):
         raise ValueError(f"--dtype {args.dtype} does not train on {args.device}: choose float32, or another --device")
+    compilers = ("CXX", "g++", "clang++", "cl") if args.device == "cpu" else ("CC", "gcc", "clang", "cl")
+    if args.compile and not any(shutil.which(os.environ.get(name, name)) for name in compilers):
+        raise ValueError("--compile needs a C compiler, and none is here: install g++, or leave --compile out")
     args.preset = args.preset or ("tiny" if args.device == "cpu" else "small")
     for name, value in PRESETS[args.preset]._asdict().items():
         if getattr(args, name, None) is None:

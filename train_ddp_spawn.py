@@ -157,10 +157,6 @@ def main():
     flag("--nnodes", type=count, default=1, metavar="N", help="machines, of --nproc processes each (default: 1)")
     flag("--node-rank", type=gpt.number(int, 0, 2**31), default=0, metavar="N", help="of this machine (default: 0)")
     args = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        parser.error(
-            "this script starts its own processes: start it with python; torchrun starts train_ddp_torchrun.py"
-        )
     try:
         gpt.resolve_flags(args, for_ddp=True)
         if args.node_rank >= args.nnodes or (args.nnodes > 1 and {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):

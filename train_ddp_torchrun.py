@@ -152,7 +152,7 @@ def main():
         )
     rank, world_size, args.nproc = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     try:
-        gpt.resolve_flags(args, for_ddp=True)
+        gpt.resolve_flags(args, for_ddp=True, by_torchrun=True)
         run = data.Run(args, world_size, quiet=rank > 0)  # DDP 6: one process speaks for all
     except (ValueError, OSError) as error:
         parser.error(error)
