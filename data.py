@@ -381,6 +381,12 @@ def end_quietly(signum, frame):
     sys.exit(128 + signum)  # an exception: no half-written file stays
 
 
+def is_second_ctrl_c(signum, signals):
+    """Add a signal to those before. Is it Ctrl-C again, and not the first one told twice, by a shell and a launcher?"""
+    signals.append((signum, time.monotonic()))
+    return signum == signal.SIGINT and signals[-1][1] - signals[0][1] > 1
+
+
 def say(text, file=None):
     """Print `text`. Where it cannot be printed, it and what follows are lost, but the program goes on."""
     file = file or sys.stdout or io.StringIO()  # a program can be started without stdout
@@ -475,13 +481,13 @@ class Run:
             self.print(f"resumed after step {self.step}")
 
     def take_note(self, signum, frame):
-        """Handle a signal: the next report tells it. A second Ctrl-C ends a run of one process at once."""
-        now = time.monotonic()
+        """Handle a signal: the next report tells it. A second Ctrl-C ends a run without a launcher at once."""
         if not self.signals:
-            self.print(f"{signal.Signals(signum).name}: stops after the next report, and saves", sys.stderr)
-        elif signum == signal.SIGINT and self.n_processes == 1 and now - self.signals[0][1] > 1:  # not one told twice
+            next_report = min((self.step // every + 1) * every for every in (self.args.log_every, self.args.eval_every))
+            last = min(next_report, self.total_steps)
+            self.print(f"{signal.Signals(signum).name}: the run stops after step {last} at the latest", sys.stderr)
+        if is_second_ctrl_c(signum, self.signals) and self.n_processes == 1:
             sys.exit(128 + signum)
-        self.signals.append((signum, now))
 
     def steps(self):
         """The numbers of the steps to take, up to the end of the run."""

@@ -329,11 +329,12 @@ def resolve_flags(args, for_ddp=False, by_torchrun=False):
     if "TORCHELASTIC_RUN_ID" in os.environ and not by_torchrun:
         raise ValueError("start this script with python: of the three, torchrun starts train_ddp_torchrun.py alone")
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    if accelerator not in ("cpu", "cuda", "mps") or (accelerator == "mps" and for_ddp):
-        accelerator = "cpu"  # nothing here was written for the other kinds
+    accelerator = "cpu" if accelerator == "mps" and for_ddp else accelerator
     args.device = accelerator if args.device == "auto" else args.device
     if args.device not in ("cpu", accelerator):
         raise ValueError(f"--device {args.device}: there is no such device to train on here, there is {accelerator}")
+    if args.device not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"nothing here was written for {args.device}: add --device cpu")
     n_gpus = 0 if args.device == "cpu" else torch.accelerator.device_count()
     args.nproc = (args.nproc or n_gpus or 2) if for_ddp else 1
     if n_gpus and args.nproc > n_gpus:

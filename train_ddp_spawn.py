@@ -15,6 +15,7 @@ import os
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 
 import torch
@@ -141,11 +142,12 @@ def evaluate(model, run, device, autocast):
     return sum(gather(sum(loss.item() for loss in losses))) / len(val_set)  # DDP 7: the sum over all ranks
 
 
-def pass_on(signum, frame):
-    """Tell the processes, which agree where to stop; without any, end."""
+def pass_on(signals, signum, frame):
+    """Tell the processes, which agree where to stop; without any, or at a second Ctrl-C, end at once."""
+    at_once = data.is_second_ctrl_c(signum, signals)
     for process in active_children():
-        os.kill(process.pid, signum)
-    if not active_children():
+        process.kill() if at_once else os.kill(process.pid, signum)
+    if at_once or not active_children():
         sys.exit(128 + signum)
 
 
@@ -166,7 +168,7 @@ def main():
     except (ValueError, OSError) as error:
         parser.error(error)
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # DDP 1: so that two runs on one machine do not meet
-    data.on_signals(pass_on)
+    data.on_signals(partial(pass_on, []))
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no warning of each that it has to end
     try:
         spawn(train, args=(world_size, args), nprocs=args.nproc, join=True)  # DDP 1: train(0, ...), train(1, ...), ...
