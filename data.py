@@ -24,7 +24,6 @@ import time
 import weakref
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,10 +235,23 @@ def _texts(path):
     """The text of a file in blocks; ValueError with the place if it is not UTF-8."""
     with open(path, "rb") as file:
         try:
-            yield from codecs.iterdecode(iter(partial(file.read, BLOCK_BYTES), b""), "utf-8")
+            yield from codecs.iterdecode(_blocks(file, path), "utf-8")
         except UnicodeDecodeError as error:
             byte = file.tell() - len(error.object) + error.start
             raise ValueError(f"{path} is not UTF-8 text: byte {byte:,} ({error.reason}); convert it first") from None
+
+
+def _blocks(file, path):
+    """The bytes of an open file in blocks. Where that takes long, stderr hears every five seconds how far it is."""
+    size, begun = os.path.getsize(path), time.monotonic()
+    next_word = begun + 2
+    while block := file.read(BLOCK_BYTES):
+        yield block
+        if (now := time.monotonic()) > next_word:
+            done, speed, next_word = file.tell(), file.tell() / (now - begun), now + 5
+            left = timedelta(seconds=round((size - done) / speed))
+            text = f"{path}: {done / 1e6:,.0f} of {size / 1e6:,.0f} MB tokenized, {speed / 1e6:,.1f} MB/s, {left} left"
+            say(text, sys.stderr)
 
 
 # No token of GPT-2 crosses from a character that is not white space to one that is, so a cut there changes no ids.

@@ -39,10 +39,15 @@ def setup(rank, world_size, device):  # DDP 1
     backend = "gloo" if os.name == "nt" else dist.get_default_backend_for_device(device)
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # main() found the port
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if rank == 0:
-        data.say(f"{backend} waits for {world_size} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+        data.say(f"{backend} waits for {world_size} ranks at {place}")
     group = {"rank": rank, "world_size": world_size, "timeout": timeout, "device_id": gpu}
-    dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
+    try:
+        dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        sys.exit(f"error: not all {world_size} ranks came to {place}, look at the other machines ({reason})")
 
 
 def cleanup():  # DDP 1

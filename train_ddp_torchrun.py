@@ -35,13 +35,18 @@ def setup(rank, world_size, device):  # DDP 1
     # nccl between GPUs, which Windows lacks; gloo between CPUs
     backend = "gloo" if os.name == "nt" else dist.get_default_backend_for_device(device)
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if rank == 0:
-        data.say(f"{backend} waits for {world_size} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+        data.say(f"{backend} waits for {world_size} ranks at {place}")
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     # After a restart this still holds the addresses of processes that died: each attempt looks under keys of its own.
     store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     group = {"rank": rank, "world_size": world_size, "store": store, "timeout": timeout, "device_id": gpu}
-    dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
+    try:
+        dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        sys.exit(f"error: not all {world_size} ranks came to {place}, look at the other machines ({reason})")
 
 
 def cleanup():  # DDP 1
