@@ -394,7 +394,7 @@ def end_quietly(signum, frame):
 
 
 def is_second_ctrl_c(signum, signals):
-    """Add a signal to those before. Is it Ctrl-C again, and not the first one told twice, by a shell and a launcher?"""
+    """Add a signal to those before. Is it a second Ctrl-C? (Within a second it is the first one, told twice.)"""
     signals.append((signum, time.monotonic()))
     return signum == signal.SIGINT and signals[-1][1] - signals[0][1] > 1
 
@@ -407,6 +407,14 @@ def say(text, file=None):
         print(text.encode(encoding, "replace").decode(encoding), file=file, flush=True)
     except OSError:  # a pipe that nobody reads any more, a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def difference(dictionaries, hint):
+    """Where a process has another value than the first, in words, or None. Each gave a dictionary of its values."""
+    for rank, other in enumerate(dictionaries):
+        for name, value in dictionaries[0].items():
+            if other[name] != value:
+                return f"{name} is {value} on rank 0 and {other[name]} on rank {rank}: {hint}"
 
 
 class Run:
@@ -443,25 +451,18 @@ class Run:
         self.step = self.checkpoint["step"] if self.checkpoint else 0
         self.metrics = self.checkpoint["metrics"] if self.checkpoint else []
         self.first_step, self.stop_signal, self.problem = self.step + 1, 0, None
-        self.noted, self.signals = [], []
+        self.step_numbers, self.signals = [], []
 
     def print(self, text, file=None):
         if not self.quiet:
             say(text, file)
 
     @property
-    def told(self):
+    def must_agree(self):
         """What must be the same in all processes, by its name."""
         own = ("data", "out", "nproc", "node_rank")  # paths and places may differ between machines
         flags = {f"--{name.replace('_', '-')}": value for name, value in vars(self.args).items() if name not in own}
         return {**flags, "corpus": self.corpus.hash, "first step": self.first_step, "torch": torch.__version__}
-
-    def check_same(self, dictionaries, hint):
-        """End if a process has another value than the first; each gave a dictionary of values by their names."""
-        for rank, other in enumerate(dictionaries):
-            for name, value in dictionaries[0].items():
-                if other[name] != value and not self.problem:
-                    self.problem = f"{name} is {value} on rank 0 and {other[name]} on rank {rank}: {hint}"
 
     def start(self, **parts):
         """Begin, or go on where a checkpoint stopped. It keeps these parts: `model`, `optimizer` and `scaler`."""
@@ -469,11 +470,11 @@ class Run:
         for name, part in parts.items() if self.checkpoint else ():
             if self.checkpoint[name]:  # empty for a scaler that had nothing to do, as in bfloat16
                 part.load_state_dict(self.checkpoint[name])
-        # Lets go of the file, which the next save replaces: on a CPU the optimizer still uses tensors that lie in it.
+        # Copies, because on a CPU these tensors still lie in the open file, which the next save replaces.
         for state in parts["optimizer"].state.values():
             state.update({name: tensor.clone() for name, tensor in state.items()})
         self.checkpoint = None
-        on_signals(self.take_note)
+        on_signals(self.take_signal)
         args, corpus = self.args, self.corpus
         n_parameters = sum(p.numel() for p in parts["model"].parameters())
         processes = "1 process" if self.n_processes == 1 else f"{self.n_processes} processes"
@@ -492,7 +493,7 @@ class Run:
         if self.step:
             self.print(f"resumed after step {self.step}")
 
-    def take_note(self, signum, frame):
+    def take_signal(self, signum, frame):
         """Handle a signal: the next report tells it. A second Ctrl-C ends a run without a launcher at once."""
         if not self.signals:
             next_report = min((self.step // every + 1) * every for every in (self.args.log_every, self.args.eval_every))
@@ -504,18 +505,18 @@ class Run:
     def steps(self):
         """The numbers of the steps to take, up to the end of the run."""
         while not (self.is_complete or self.stop_signal or self.problem):
-            if not self.noted:  # what came since the last report, such as an evaluation, is not in the speed
+            if not self.step_numbers:  # the clock starts after a report: an evaluation does not count as training
                 self.clock, self.timed_from = time.perf_counter(), self.step
             yield self.step + 1
             if self.step % self.steps_per_epoch == 0:
                 self.print(f"Epoch {self.step // self.steps_per_epoch} completed")
 
-    def note(self, losses, gradient_norm):
-        """Take note of a step: the losses of its micro-batches and its gradient norm, which stay on the device."""
+    def end_step(self, losses, gradient_norm):
+        """Count a step, and keep the losses of its forward passes and its gradient norm, which stay on the device."""
         self.step += 1
-        self.noted.append(torch.stack([*losses, gradient_norm]))
-        if self.step == self.first_step:  # it compiles and warms up, so the clock starts when it is over
-            self.noted[0].tolist()
+        self.step_numbers.append(torch.stack([*losses, gradient_norm]))
+        if self.step == self.first_step:  # it compiles and warms up: wait for its end, then start the clock
+            self.step_numbers[0].tolist()
             self.clock, self.timed_from = time.perf_counter(), self.step
 
     @property
@@ -538,7 +539,7 @@ class Run:
         """What this process knows since its last report: the loss of the last step, the first step whose loss or
         gradient was not finite (else infinity), and the signal that asks for an end (else 0).
         """
-        numbers = torch.stack(self.noted).cpu()  # (steps, accumulation + 1); waits for the device
+        numbers = torch.stack(self.step_numbers).cpu()  # (steps, accumulation + 1); waits for the device
         *losses, self.gradient_norm = numbers[-1].tolist()
         scaler = self.parts["scaler"]
         # A gradient that overflows float16 is no fault: the scaler skips that step. If it has to all the time, it is.
@@ -557,7 +558,7 @@ class Run:
         loss, seconds = sum(losses) / len(losses), time.perf_counter() - self.clock
         tokens_per_step = self.args.global_batch_size * self.args.context_length
         speed = (self.step - self.timed_from) * tokens_per_step / seconds if self.step > self.timed_from else None
-        self.noted = []
+        self.step_numbers = []
         self.metrics.append([self.step, self.step * tokens_per_step, learning_rate, loss, None, speed])
         epoch = math.ceil(self.step / self.steps_per_epoch)
         line = f"epoch {epoch}  step {self.step}/{self.total_steps}  loss {loss:.6f}"
@@ -580,9 +581,9 @@ class Run:
             self.problem = f"the validation loss is not finite after step {self.step}: try a lower --lr"
 
     def save(self):
-        """Keep in `--out` what `start` needs to go on from here. Returns what is wrong with the run, or None."""
-        if self.problem or not self.args.out:
-            return self.problem
+        """Keep in `--out` what `start` needs to go on from here. Returns why it could not, or None."""
+        if not self.args.out:
+            return None
         checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
         checkpoint |= {"step": self.step, "metrics": self.metrics, "run": self.identity}
         try:
@@ -596,7 +597,7 @@ class Run:
         if self.problem:
             self.print(f"error: {self.problem}", sys.stderr)
             return 1
-        if self.stop_signal:
+        if self.stop_signal and not self.is_complete:
             saved = f"saved in {out}; --resume goes on" if out else "nothing was saved without --out"
             self.print(f"stopped by {signal.Signals(self.stop_signal).name} after step {self.step}: {saved}")
             return 128 + self.stop_signal

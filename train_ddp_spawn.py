@@ -2,8 +2,8 @@
 
     python train_ddp_spawn.py --preset gpt2 --data corpus.txt --out runs/gpt2
 
-What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train on many GPUs, 4 saves time,
-5 to 8 are needed to trust the result: grep -n "# DDP [123]" train_ddp_spawn.py
+What DDP adds to train_single_gpu.py is marked. Needed to train on many GPUs: 1 processes, 2 data, 3 model. To save
+time: 4. To trust the result: 5 losses, 6 output, 7 evaluation, 8 checks. Try grep -n "# DDP [123]" train_ddp_spawn.py
 """
 
 import signal
@@ -20,7 +20,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist  # DDP 1
-import torch.distributed.nn  # DDP 1: imported later, by DDP, its default arguments would keep the group alive
+import torch.distributed.nn  # DDP 1: later, DDP would import it, and its default arguments would hold the group
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, active_children, parent_process, spawn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP 3
@@ -33,21 +33,20 @@ import gpt
 
 def setup(rank, world_size, device):  # DDP 1
     """Join the group of `world_size` processes that train together, as number `rank`."""
-    data.on_signals(signal.SIG_DFL)  # a process that waits for the others could run no handler
-    timeout = timedelta(minutes=10)  # for all that it ever waits for another
-    # nccl between GPUs, which Windows lacks; gloo between CPUs
+    data.on_signals(signal.SIG_DFL)  # while it waits for the others, Python could run no handler of ours
+    timeout = timedelta(minutes=10)  # the longest that it waits for another process, now or later
+    # nccl connects GPUs, but not on Windows; gloo connects CPUs
     backend = "gloo" if os.name == "nt" else dist.get_default_backend_for_device(device)
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # main() found the port
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if rank == 0:
-        data.say(f"{backend} waits for {world_size} ranks at {place}")
-    group = {"rank": rank, "world_size": world_size, "timeout": timeout, "device_id": gpu}
-    try:
-        dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
+        data.say(f"{backend} waits for {world_size} processes at {place}")
+    try:  # DDP 1: init_process_group waits until all ranks are here
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        sys.exit(f"error: not all {world_size} ranks came to {place}, look at the other machines ({reason})")
+        sys.exit(f"error: not all {world_size} processes came to {place}, look at the other machines ({reason})")
 
 
 def cleanup():  # DDP 1
@@ -58,20 +57,20 @@ def cleanup():  # DDP 1
 def train(local_rank, world_size, args):
     """Train as `args` says, and exit with the status of the run."""
     if not parent_process().is_alive():
-        sys.exit(1)  # it was killed so early that torch does not end this process with it
+        sys.exit(1)  # it died before torch could arrange that this process ends with it
     rank = args.node_rank * args.nproc + local_rank  # DDP 1: orders data and output; the local rank picks the GPU
     device = gpt.pick_device(args, local_rank)  # DDP 1: a GPU of its own for each process
     on_gpu = device.type == "cuda"
     setup(rank, world_size, device)  # DDP 1: from here on the processes can talk to each other
     run = data.Run(args, world_size, quiet=rank > 0)  # DDP 6: one process speaks for all
-    # DDP 8: with other flags or files a process would train on without an error, or let the others wait for ever
-    run.check_same(gather(run.told), "start all with the same flags, files and versions")
+    # DDP 8: with other flags or files a process would train something else, or make the others wait for ever
+    run.problem = data.difference(all_gather(run.must_agree), "start all with the same flags, files and versions")
     if run.problem:
         cleanup()
         sys.exit(run.finish())
 
     train_set = run.corpus.train_set
-    # DDP 2: all ranks draw the same permutation of the windows; each takes every world_size-th of it, its own share
+    # DDP 2: of one permutation each rank takes every world_size-th window, so a step has the windows it has on one GPU
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed)  # DDP 2
 
     torch.manual_seed(args.seed)
@@ -84,7 +83,7 @@ def train(local_rank, world_size, args):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
     run.start(model=model, optimizer=optimizer, scaler=scaler)  # restores them where a checkpoint is resumed
-    for step in run.steps():
+    for step in run.steps():  # until all are done, or a signal or a problem ends the run
         epoch, step_of_epoch = divmod(step - 1, run.steps_per_epoch)
         if step_of_epoch == 0 or step == run.first_step:  # a resumed run begins in the middle of an epoch
             sampler.set_epoch(epoch)  # DDP 2: without it every epoch has the order of the first
@@ -96,10 +95,10 @@ def train(local_rank, world_size, args):
         lr = gpt.learning_rate(step, run.total_steps, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        losses = []  # of the micro-batches; their sum is the mean over all sequences of the step
+        losses = []  # of each forward pass; their sum is the mean over the windows of this process in this step
         for _ in range(run.accumulation):
             inputs, targets = (ids.to(device, non_blocking=True) for ids in next(batches))  # (forward_batch, T) each
-            # DDP 4: average once per step, in its last backward(); the forward sets this up, so it stands inside too
+            # DDP 4: only the last backward() of a step averages; the forward pass decides it, so both stand inside
             with nullcontext() if len(losses) + 1 == run.accumulation else ddp_model.no_sync():
                 with autocast:
                     loss = ddp_model(inputs, targets).loss / run.accumulation  # DDP 3: model() would not average
@@ -109,25 +108,27 @@ def train(local_rank, world_size, args):
         gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=False)  # DDP 4: else no_sync() adds up in tensors of its own beside the buckets
+        optimizer.zero_grad(set_to_none=False)  # DDP 4: with None, no_sync() would make a second set of gradients
 
-        run.note(losses, gradient_norm)
-        if run.is_report_step:  # between these the host never waits for the device
-            run.log(gather(run.report()), lr)  # DDP 5: a rank's loss is that of its windows, the step's is their mean
+        run.end_step(losses, gradient_norm)
+        # DDP 5: the loss of a step is the mean over all ranks; a signal to one stops all. To an all_gather() come all
+        # ranks or none, else some would wait for ever.
+        if run.is_report_step:  # only here does the host wait for the device
+            run.log(all_gather(run.report()), lr)  # DDP 5
         if run.is_eval_step:
             run.log_validation(evaluate(model, run, device, autocast))
         if run.is_save_step:
-            # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
-            run.check_same(gather({"the model": gpt.checksum(model)}), "a step did not average, or hardware failed")
-            run.problem = gather(run.save() if rank == 0 else None)[0]  # DDP 6: one saves; if it cannot, all end
+            # DDP 8: with equal starts and averaged gradients all models stay equal, bit by bit
+            run.problem = data.difference(all_gather({"model": gpt.checksum(model)}), "was each step averaged?")
+            run.problem = run.problem or all_gather(run.save() if rank == 0 else None)[0]  # DDP 6: one saves for all
     if run.is_complete:
         run.print("sample: " + gpt.sample(model, run.corpus.tokenizer, args.seed))
-    del ddp_model  # DDP 1: it refers to the group, whose threads end in cleanup() only if nobody does
+    del ddp_model  # DDP 1: it holds the group, whose threads end in cleanup() only if nothing does
     cleanup()  # DDP 1: not after an exception: it could wait for ever for a rank that died
     sys.exit(run.finish())
 
 
-def gather(value):  # DDP 5: what every rank has, as a list, on every rank
+def all_gather(value):  # DDP 5: a list with the value of every rank, on every rank
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -137,18 +138,18 @@ def gather(value):  # DDP 5: what every rank has, as a list, on every rank
 def evaluate(model, run, device, autocast):
     """The mean loss in nats per token over every validation window once, without dropout."""
     val_set, losses = run.corpus.val_set, []
-    # DDP 7: each window once; DistributedSampler would repeat some, to give all ranks as many
+    # DDP 7: each window once (DistributedSampler would repeat some), by the raw model, as there is nothing to average
     indices = range(dist.get_rank(), len(val_set), dist.get_world_size())
     model.eval()
     for inputs, targets in DataLoader(val_set, batch_size=run.forward_batch, sampler=indices):
         with autocast:
             losses.append(model(inputs.to(device), targets.to(device)).loss * len(inputs))
     model.train()
-    return sum(gather(sum(loss.item() for loss in losses))) / len(val_set)  # DDP 7: the sum over all ranks
+    return sum(all_gather(sum(loss.item() for loss in losses))) / len(val_set)  # DDP 7: the sum over all ranks
 
 
 def pass_on(signals, signum, frame):
-    """Tell the processes, which agree where to stop; without any, or at a second Ctrl-C, end at once."""
+    """Tell the processes, which agree where to stop. With none, or at a second Ctrl-C, end at once."""
     at_once = data.is_second_ctrl_c(signum, signals)
     for process in active_children():
         process.kill() if at_once else os.kill(process.pid, signum)
@@ -168,13 +169,13 @@ def main():
         gpt.resolve_flags(args, for_ddp=True)
         if args.node_rank >= args.nnodes or (args.nnodes > 1 and {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
             raise ValueError("--nnodes needs a --node-rank below it, MASTER_ADDR of the first machine, and MASTER_PORT")
-        world_size = args.nnodes * args.nproc
-        data.Run(args, world_size, quiet=args.node_rank > 0)  # DDP 1: refuses or tokenizes before a process waits
+        world_size = args.nnodes * args.nproc  # DDP 1: processes on all machines
+        data.Run(args, world_size, quiet=args.node_rank > 0)  # DDP 8: a trial: refuses or tokenizes before they start
     except (ValueError, OSError) as error:
         parser.error(error)
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # DDP 1: so that two runs on one machine do not meet
     data.on_signals(partial(pass_on, []))
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no warning of each that it has to end
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no warning for each that ends
     try:
         spawn(train, args=(world_size, args), nprocs=args.nproc, join=True)  # DDP 1: train(0, ...), train(1, ...), ...
     except ProcessExitedException as error:

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 train_ddp_torchrun.py --preset gpt2 --data corpus.txt --out runs/gpt2
 
-What DDP adds to train_single_gpu.py is marked. Marks 1 to 3 are needed to train on many GPUs, 4 saves time,
-5 to 8 are needed to trust the result: grep -n "# DDP [123]" train_ddp_torchrun.py
+What DDP adds to train_single_gpu.py is marked. Needed to train on many GPUs: 1 processes, 2 data, 3 model. To save
+time: 4. To trust the result: 5 losses, 6 output, 7 evaluation, 8 checks. Try grep -n "# DDP [123]" train_ddp_torchrun.py
 """
 
 import signal
@@ -18,7 +18,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist  # DDP 1
-import torch.distributed.nn  # DDP 1: imported later, by DDP, its default arguments would keep the group alive
+import torch.distributed.nn  # DDP 1: later, DDP would import it, and its default arguments would hold the group
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP 3
 from torch.utils.data import DataLoader
@@ -30,23 +30,22 @@ import gpt
 
 def setup(rank, world_size, device):  # DDP 1
     """Join the group of `world_size` processes that train together, as number `rank`."""
-    data.on_signals(signal.SIG_DFL)  # a process that waits for the others could run no handler
-    timeout = timedelta(minutes=10)  # for all that it ever waits for another
-    # nccl between GPUs, which Windows lacks; gloo between CPUs
+    data.on_signals(signal.SIG_DFL)  # while it waits for the others, Python could run no handler of ours
+    timeout = timedelta(minutes=10)  # the longest that it waits for another process, now or later
+    # nccl connects GPUs, but not on Windows; gloo connects CPUs
     backend = "gloo" if os.name == "nt" else dist.get_default_backend_for_device(device)
     gpu = device if device.type == "cuda" else None  # so that nccl need not guess it
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if rank == 0:
-        data.say(f"{backend} waits for {world_size} ranks at {place}")
+        data.say(f"{backend} waits for {world_size} processes at {place}")
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    # After a restart this still holds the addresses of processes that died: each attempt looks under keys of its own.
+    # torchrun keeps one store over its restarts, with addresses of dead processes in it: each uses keys of its own.
     store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    group = {"rank": rank, "world_size": world_size, "store": store, "timeout": timeout, "device_id": gpu}
-    try:
-        dist.init_process_group(backend, **group)  # DDP 1: waits until all ranks are here
+    try:  # DDP 1: init_process_group waits until all ranks are here
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        sys.exit(f"error: not all {world_size} ranks came to {place}, look at the other machines ({reason})")
+        sys.exit(f"error: not all {world_size} processes came to {place}, look at the other machines ({reason})")
 
 
 def cleanup():  # DDP 1
@@ -60,14 +59,14 @@ def train(rank, world_size, args, run):
     device = gpt.pick_device(args, local_rank)  # DDP 1: a GPU of its own for each process
     on_gpu = device.type == "cuda"
     setup(rank, world_size, device)  # DDP 1: from here on the processes can talk to each other
-    # DDP 8: with other flags or files a process would train on without an error, or let the others wait for ever
-    run.check_same(gather(run.told), "start all with the same flags, files and versions")
+    # DDP 8: with other flags or files a process would train something else, or make the others wait for ever
+    run.problem = data.difference(all_gather(run.must_agree), "start all with the same flags, files and versions")
     if run.problem:
         cleanup()
         sys.exit(run.finish())
 
     train_set = run.corpus.train_set
-    # DDP 2: all ranks draw the same permutation of the windows; each takes every world_size-th of it, its own share
+    # DDP 2: of one permutation each rank takes every world_size-th window, so a step has the windows it has on one GPU
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed)  # DDP 2
 
     torch.manual_seed(args.seed)
@@ -80,7 +79,7 @@ def train(rank, world_size, args, run):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
     run.start(model=model, optimizer=optimizer, scaler=scaler)  # restores them where a checkpoint is resumed
-    for step in run.steps():
+    for step in run.steps():  # until all are done, or a signal or a problem ends the run
         epoch, step_of_epoch = divmod(step - 1, run.steps_per_epoch)
         if step_of_epoch == 0 or step == run.first_step:  # a resumed run begins in the middle of an epoch
             sampler.set_epoch(epoch)  # DDP 2: without it every epoch has the order of the first
@@ -92,10 +91,10 @@ def train(rank, world_size, args, run):
         lr = gpt.learning_rate(step, run.total_steps, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        losses = []  # of the micro-batches; their sum is the mean over all sequences of the step
+        losses = []  # of each forward pass; their sum is the mean over the windows of this process in this step
         for _ in range(run.accumulation):
             inputs, targets = (ids.to(device, non_blocking=True) for ids in next(batches))  # (forward_batch, T) each
-            # DDP 4: average once per step, in its last backward(); the forward sets this up, so it stands inside too
+            # DDP 4: only the last backward() of a step averages; the forward pass decides it, so both stand inside
             with nullcontext() if len(losses) + 1 == run.accumulation else ddp_model.no_sync():
                 with autocast:
                     loss = ddp_model(inputs, targets).loss / run.accumulation  # DDP 3: model() would not average
@@ -105,25 +104,27 @@ def train(rank, world_size, args, run):
         gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=False)  # DDP 4: else no_sync() adds up in tensors of its own beside the buckets
+        optimizer.zero_grad(set_to_none=False)  # DDP 4: with None, no_sync() would make a second set of gradients
 
-        run.note(losses, gradient_norm)
-        if run.is_report_step:  # between these the host never waits for the device
-            run.log(gather(run.report()), lr)  # DDP 5: a rank's loss is that of its windows, the step's is their mean
+        run.end_step(losses, gradient_norm)
+        # DDP 5: the loss of a step is the mean over all ranks; a signal to one stops all. To an all_gather() come all
+        # ranks or none, else some would wait for ever.
+        if run.is_report_step:  # only here does the host wait for the device
+            run.log(all_gather(run.report()), lr)  # DDP 5
         if run.is_eval_step:
             run.log_validation(evaluate(model, run, device, autocast))
         if run.is_save_step:
-            # DDP 8: replicas that start alike and average their gradients never differ, not by a bit
-            run.check_same(gather({"the model": gpt.checksum(model)}), "a step did not average, or hardware failed")
-            run.problem = gather(run.save() if rank == 0 else None)[0]  # DDP 6: one saves; if it cannot, all end
+            # DDP 8: with equal starts and averaged gradients all models stay equal, bit by bit
+            run.problem = data.difference(all_gather({"model": gpt.checksum(model)}), "was each step averaged?")
+            run.problem = run.problem or all_gather(run.save() if rank == 0 else None)[0]  # DDP 6: one saves for all
     if run.is_complete:
         run.print("sample: " + gpt.sample(model, run.corpus.tokenizer, args.seed))
-    del ddp_model  # DDP 1: it refers to the group, whose threads end in cleanup() only if nobody does
+    del ddp_model  # DDP 1: it holds the group, whose threads end in cleanup() only if nothing does
     cleanup()  # DDP 1: not after an exception: it could wait for ever for a rank that died
     sys.exit(run.finish())
 
 
-def gather(value):  # DDP 5: what every rank has, as a list, on every rank
+def all_gather(value):  # DDP 5: a list with the value of every rank, on every rank
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -133,29 +134,28 @@ def gather(value):  # DDP 5: what every rank has, as a list, on every rank
 def evaluate(model, run, device, autocast):
     """The mean loss in nats per token over every validation window once, without dropout."""
     val_set, losses = run.corpus.val_set, []
-    # DDP 7: each window once; DistributedSampler would repeat some, to give all ranks as many
+    # DDP 7: each window once (DistributedSampler would repeat some), by the raw model, as there is nothing to average
     indices = range(dist.get_rank(), len(val_set), dist.get_world_size())
     model.eval()
     for inputs, targets in DataLoader(val_set, batch_size=run.forward_batch, sampler=indices):
         with autocast:
             losses.append(model(inputs.to(device), targets.to(device)).loss * len(inputs))
     model.train()
-    return sum(gather(sum(loss.item() for loss in losses))) / len(val_set)  # DDP 7: the sum over all ranks
+    return sum(all_gather(sum(loss.item() for loss in losses))) / len(val_set)  # DDP 7: the sum over all ranks
 
 
-@record  # DDP 1: shows in torchrun's summary the exception that ended a process
+@record  # DDP 8: shows in torchrun's summary the exception that ended a process
 def main():
     data.on_signals(data.end_quietly)
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not os.environ.get(name)]
-    # DDP 6: all processes of a machine have the same flags, and one complains
+    # DDP 6: a wrong flag is wrong in all processes of a machine, and one of them says so
     parser = gpt.make_parser(__doc__, quiet=not missing and os.environ["LOCAL_RANK"] != "0")
     args = parser.parse_args()
-    if missing:  # DDP 1: torchrun counts the processes
-        parser.error(
-            f"no {', '.join(missing)}: torchrun --standalone --nproc_per_node=2 train_ddp_torchrun.py sets them"
-        )
-    rank, world_size, args.nproc = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if missing:
+        parser.error(f"{missing[0]} is not set: torchrun --standalone --nproc_per_node=2 train_ddp_torchrun.py sets it")
+    args.nproc = int(os.environ["LOCAL_WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # DDP 1: as torchrun counts
     try:
         gpt.resolve_flags(args, for_ddp=True, by_torchrun=True)
         run = data.Run(args, world_size, quiet=rank > 0)  # DDP 6: one process speaks for all

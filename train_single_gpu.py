@@ -23,7 +23,7 @@ def train(args, run):
     on_gpu = device.type == "cuda"
 
     train_set = run.corpus.train_set
-    sampler = RandomSampler(train_set, generator=torch.Generator())
+    sampler = RandomSampler(train_set, generator=torch.Generator())  # seeded in each epoch
 
     torch.manual_seed(args.seed)
     dtype, autocast, scaler = gpt.number_formats(args)
@@ -33,7 +33,7 @@ def train(args, run):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
     run.start(model=model, optimizer=optimizer, scaler=scaler)  # restores them where a checkpoint is resumed
-    for step in run.steps():
+    for step in run.steps():  # until all are done, or a signal or a problem ends the run
         epoch, step_of_epoch = divmod(step - 1, run.steps_per_epoch)
         if step_of_epoch == 0 or step == run.first_step:  # a resumed run begins in the middle of an epoch
             sampler.generator.manual_seed(args.seed + epoch)
@@ -45,7 +45,7 @@ def train(args, run):
         lr = gpt.learning_rate(step, run.total_steps, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        losses = []  # of the micro-batches; their sum is the mean over all sequences of the step
+        losses = []  # of each forward pass; their sum is the mean over the windows of this process in this step
         for _ in range(run.accumulation):
             inputs, targets = (ids.to(device, non_blocking=True) for ids in next(batches))  # (forward_batch, T) each
             with autocast:
@@ -58,8 +58,8 @@ def train(args, run):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-        run.note(losses, gradient_norm)
-        if run.is_report_step:  # between these the host never waits for the device
+        run.end_step(losses, gradient_norm)
+        if run.is_report_step:  # only here does the host wait for the device
             run.log([run.report()], lr)
         if run.is_eval_step:
             run.log_validation(evaluate(model, run, device, autocast))
