@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=4 train_ddp_torchrun.py --preset gpt2 --data corpus.txt --out runs/gpt2
 
 What DDP adds to train_single_gpu.py is marked. Needed to train on many GPUs: 1 processes, 2 data, 3 model. To save
-time: 4. To trust the result: 5 losses, 6 output, 7 evaluation, 8 checks. Try grep -n "# DDP [123]" train_ddp_torchrun.py
+time: 4. To trust the result: 5 losses, 6 output, 7 evaluation, 8 checks: grep -n "# DDP [123]" train_ddp_torchrun.py
 """
 
 import signal

@@ -3,7 +3,7 @@
     python tests/benchmark.py scaling                 # one and two processes (on GPUs: up to all), in five minutes
     python tests/benchmark.py ablate --preset gpt2 --context-length 256
     python tests/benchmark.py data
-    python tests/benchmark.py gpu                     # scaling and ablate of gpt2 on GPUs, in eight minutes
+    python tests/benchmark.py gpu                     # gpt2 on GPUs, eager and compiled, then ablate: in eight minutes
 
 A shared machine is fast at one moment and slow at the next. So nothing is compared across runs: two ways of taking a
 step take turns in short blocks, and what counts is the ratio of their median speeds. The quartiles of the ratios of
@@ -14,19 +14,19 @@ tokenizer is fetched.
 import argparse
 import contextlib
 import dataclasses
-import gc
+import functools
 import importlib
+import itertools
 import logging
 import math
 import os
 import platform
+import re
 import shlex
-import signal
-import socket
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,81 +34,78 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, RandomSampler
-from torch.utils.data.distributed import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
 import gpt
-import train_ddp_spawn
+import train_ddp_torchrun
 import train_single_gpu
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts changed it
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}
 ENDLESS = 10**6  # steps: more than a measurement takes, so that a script never comes to its end
 LOG_EVERY = 10  # the scripts' default
-LARGEST_BATCH = 64  # sequences; more fills a GPU no better
-N_STARTS = 3  # of a script with the same data, of which the faster counts
 MB = 1e6
-UNFORESEEN = []  # reasons for which the command ends with an error, after all else is measured
+FAILURES = []  # what stands in the tables in place of figures
+
+# Dense 16-bit peaks from the vendors' data sheets, in TFLOP/s.
+# fmt: off
+PEAK_TERAFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H200 NVL": 835, "H100": 989, "H100 NVL": 835, "H100 PCIE": 756,
+    "A100": 312, "A100 PCIE": 312, "L40S": 362, "A10G": 70, "A10": 125, "L4": 121,
+    "V100": 125, "V100 PCIE": 112, "T4": 65, "RTX 4090": 165, "RTX 3090": 71,
+}
+# fmt: on
 
 
 class Failed(Exception):
-    """A measurement that could not be made, and why; `unforeseen` if not for want of time or memory."""
-
-    def __init__(self, reason, unforeseen=False):
-        super().__init__(reason, unforeseen)
-        self.reason, self.unforeseen = reason, unforeseen
-
-
-class Finished(Exception):
-    """Carries what was measured out of a script's endless loop."""
+    """A measurement that could not be made, and why."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers and tables
 
 
-class Ratio(NamedTuple):
-    """The speed of one way of taking a step over that of another, from blocks of both that took turns."""
+def peak_flops(device_name):
+    """Dense 16-bit FLOP/s of a GPU by the name that `torch.cuda.get_device_name` gives, or None if not known.
 
-    median: float  # the ratio of the medians
-    low: float  # the quartiles of the ratios of neighbouring blocks
-    high: float
-
-    def __str__(self):
-        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def compare(seconds, other_seconds):
-    """The `Ratio` of speeds from the seconds that blocks of each way took, pair by pair."""
-    ratios = np.divide(other_seconds, seconds)
-    low, high = np.percentile(ratios, (25, 75))
-    return Ratio(float(np.median(other_seconds) / np.median(seconds)), float(low), float(high))
+    Brand, socket and memory size do not matter; any other word, such as Laptop, Ti or MIG, can mean a slower chip.
+    """
+    words = re.split(r"[ -]", device_name.upper())
+    neutral = re.compile(r"NVIDIA|TESLA|GEFORCE|SXM\d?|\d+GB|HBM\d\w?")
+    teraflops = PEAK_TERAFLOPS.get(" ".join(word for word in words if not neutral.fullmatch(word)))
+    return teraflops and teraflops * 1e12
 
 
-def allreduce_bytes(n_processes, gradient_bytes):
-    """Bytes that each process sends to average `gradient_bytes` of gradients: a ring passes every part around twice."""
-    return 2 * (n_processes - 1) / n_processes * gradient_bytes
+def flops_per_token(model):
+    """Floating-point operations of forward and backward for one token of a full context.
+
+    6 N + 12 L T C, with N parameters (all but the positions, which are only looked up), L layers, T tokens of context
+    and width C: Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    config = model.config
+    n_parameters = sum(p.numel() for p in model.parameters()) - model.pos_emb.weight.numel()
+    return 6 * n_parameters + 12 * config.n_layers * config.context_length * config.emb_dim
+
+
+def empty_model(args):
+    """The model of a script, without memory for its parameters."""
+    with torch.device("meta"):
+        return gpt.GPT(gpt.config_for(args, VOCABULARY[args.tokenizer]))
 
 
 def mfu(tokens_per_second, args, n_processes=1):
-    """The share of the GPUs' dense 16-bit peak that the model uses, as text; n/a where the peak is not known."""
-    peak = gpt.peak_flops(torch.cuda.get_device_name()) if args.device == "cuda" else None
-    if peak is None:
-        return "n/a"
-    with torch.device("meta"):
-        model = gpt.GPT(gpt.config_for(args, VOCABULARY[args.tokenizer]))
-    return f"{tokens_per_second * gpt.flops_per_token(model) / (peak * n_processes):.1%}"
+    """The share of the GPUs' dense 16-bit peak that the model uses, as text; None where the peak is not known."""
+    peak = peak_flops(torch.cuda.get_device_name()) if args.device == "cuda" else None
+    return peak and f"{tokens_per_second * flops_per_token(empty_model(args)) / (peak * n_processes):.1%}"
 
 
 def print_table(title, header, rows):
-    """Print a Markdown table; a number of thousands gets its commas, None is n/a."""
+    """Print a Markdown table; a number of thousands gets its commas, None is n/a, and short rows are filled up."""
 
     def text(cell):
         if isinstance(cell, float):
@@ -117,68 +114,69 @@ def print_table(title, header, rows):
 
     print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
     for row in rows:
-        print(f"| {' | '.join(text(cell) for cell in row)} |")
-    sys.stdout.flush()
+        print(f"| {' | '.join(text(cell) for cell in (*row, *[''] * (len(header) - len(row))))} |", flush=True)
+        FAILURES.extend(cell for cell in row if isinstance(cell, Failed))
 
 
-def print_facts(args=None, words=""):
-    """What the figures below depend on."""
-    name, n_gpus = platform.processor() or platform.machine(), 0
+def print_facts(args=None, formats=""):
+    """Print what the figures below depend on: the machine, the versions, the command, and the size of a step."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = next(iter(re.findall(r"model name\s*: (.*)", cpuinfo)), platform.processor())
     if args and args.device == "cuda":
-        name, n_gpus = torch.cuda.get_device_name(), torch.cuda.device_count()
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), name)
-    print(f"{f'{n_gpus} x ' if n_gpus else ''}{name}, {os.cpu_count()} CPU cores, {platform.system()}")
-    print(f"Python {platform.python_version()}, torch {torch.__version__}")
-    print("command: python", *map(shlex.quote, (os.path.relpath(sys.argv[0]), *sys.argv[1:])))
+        name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    versions = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"\n{name}, {os.cpu_count()} CPU cores, {versions}")
+    print("command: python", *map(shlex.quote, (os.path.relpath(sys.argv[0]), *sys.argv[1:])), flush=True)
     if args:
-        print(
-            f"preset {args.preset}: {args.batch_size} x {args.context_length} tokens per process and forward pass, "
-            f"device {args.device}, {words}",
-            flush=True,
-        )
+        sizes = f"{args.batch_size} x {args.context_length} tokens per process and forward pass"
+        print(f"preset {args.preset}: {sizes}, device {args.device}, {formats}", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Processes that measure
+# Processes that take blocks of steps by turns
+
+
+class Pace(NamedTuple):
+    """How long to measure: seconds of a block, the most pairs of blocks, and when (time.monotonic) to give up."""
+
+    seconds: float
+    pairs: int
+    deadline: float = math.inf
 
 
 class Group:
-    """`n` processes; each calls `start(rank, n, *arguments)` for a function, and answers with it what `ask` sends."""
+    """`n` processes that each call `work(rank, n, blocks, *arguments)`, and take blocks of steps when asked."""
 
-    def __init__(self, start, n, *arguments):
+    def __init__(self, pace, work, n, *arguments):
         context = torch.multiprocessing.get_context("spawn")
-        self.connections, self.processes = [], []
+        self.deadline, self.connections, self.processes = pace.deadline, [], []
         for rank in range(n):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, start, rank, n, *arguments), daemon=True)
+            process = context.Process(target=_serve, args=(there, work, rank, n, *arguments), daemon=True)
             process.start()
-            there.close()
+            there.close()  # so that the end of the process ends what can be read here
             self.connections.append(here)
             self.processes.append(process)
 
-    def ask(self, *question, deadline=math.inf):
-        """The answer of rank 0, when all have answered. Raises Failed if one could not, or at the `deadline`."""
-        answers = {}
+    def ask(self, n_steps, other_way=False):
+        """(seconds, bytes written, peak bytes) of a block, the most of any process. Raises Failed if one has none."""
         for connection in self.connections:
             with contextlib.suppress(OSError):  # of one that died; it is found out below
-                connection.send(question)
-        while len(answers) < len(self.connections):
-            timeout = None if deadline == math.inf else max(0, deadline - time.monotonic())
-            ready = wait([c for c in self.connections if c not in answers], timeout)
+                connection.send((n_steps, other_way))
+        answers, waiting = [], set(self.connections)
+        while waiting:
+            ready = wait(waiting, min(max(0, self.deadline - time.monotonic()), 10**6))
             if not ready:
                 raise Failed("no time left")
             for connection in ready:
                 try:
-                    answers[connection] = connection.recv()
+                    answers.append(connection.recv())
                 except (EOFError, ConnectionError):
                     raise Failed("a process was killed; out of memory?") from None
-                if isinstance(failure := answers[connection], Failed):
-                    if failure.unforeseen:
-                        UNFORESEEN.append(failure.reason)
-                    raise failure
-        return answers[self.connections[0]]
+                if isinstance(answers[-1], Failed):
+                    raise answers[-1]
+            waiting -= set(ready)
+        return np.max(answers, axis=0)
 
     def __enter__(self):
         return self
@@ -186,53 +184,61 @@ class Group:
     def __exit__(self, *_):
         for process in self.processes:
             process.kill()
-        for process in self.processes:
             process.join()
 
 
-def _serve(connection, start, rank, n, *arguments):
-    # A signal shall end the process at once; a script would note it, and go on to its next log step.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    train_single_gpu.on_signal = train_ddp_spawn.on_signal = lambda handler: None
+def _serve(connection, work, rank, n, *arguments):
     logging.disable(logging.WARNING)  # of the compiler
+    # The size is all that training on ready token ids asks of a tokenizer.
+    data.get_tokenizer = lambda name: SimpleNamespace(name=name, n_vocab=VOCABULARY[name])
+    data.on_signals = lambda handler: None  # a signal shall end the process at once, not at its next report
     try:
-        answer = start(rank, n, *arguments)
-        while True:
-            connection.send(answer(*connection.recv()))
-    except (EOFError, BrokenPipeError):
-        pass  # the parent is gone
+        with open(os.devnull, "w") as sys.stdout:
+            work(rank, n, functools.partial(blocks, connection), *arguments)
     except torch.OutOfMemoryError:
         connection.send(Failed("out of memory"))
     except (Exception, SystemExit) as error:
-        connection.send(Failed(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", unforeseen=True))
+        connection.send(Failed(f"error: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def blocks(connection, device, other_way=None):
+    """Yield for each step to take, as `Group.ask` says. `other_way` is a generator function that may yield or not."""
+    while True:
+        n_steps, other = connection.recv()
+        way = other_way if other else range
+        if n_steps > 1:
+            yield from way(1)  # warms up, after a while without a turn
+        peak_bytes(device)
+        start, start_bytes = clock(device), process_figure("io", "wchar")
+        yield from way(n_steps)
+        seconds, n_bytes = clock(device) - start, process_figure("io", "wchar") - start_bytes
+        connection.send((seconds, n_bytes, peak_bytes(device)))
 
 
-def script_args(flags, accumulation=1, n_processes=1):
-    """What a script makes of `flags`, for steps of `accumulation` full forward passes in each process."""
-    parser = argparse.ArgumentParser()
-    gpt.add_flags(parser)
-    args = gpt.resolve_flags(parser.parse_args(flags), for_ddp=n_processes > 1)
-    args.global_batch_size = args.batch_size * accumulation * n_processes
-    args.nproc, args.nnodes, args.node_rank = n_processes, 1, 0
-    return args
+def take_turns(ask, other_ask, pace):
+    """Let two ways take blocks of equally many steps by turns; returns how fast they are and what they use.
 
-
-def random_corpus(path, args, sequences_per_step):
-    """Write random token ids, enough for two steps and for a validation set."""
-    n_windows = max(2 * sequences_per_step, 2000)
-    ids = np.random.default_rng(0).integers(0, VOCABULARY[args.tokenizer], n_windows * args.context_length * 10 // 9)
-    np.save(path, ids.astype(np.uint16))
-
-
-def without_vocabulary(name):
-    """In place of `data.get_tokenizer`: a size, which is all that training on ready token ids asks of a tokenizer."""
-    return SimpleNamespace(name=name, n_vocab=VOCABULARY[name])
+    Each is a function like `Group.ask`. Long blocks hold equally many log lines.
+    """
+    first, other = [(way(1), way(1))[1] for way in (ask, other_ask)]  # the first step compiles
+    step_seconds = max(first[0], other[0])
+    n_steps = max(1, round(pace.seconds / step_seconds))
+    if n_steps > LOG_EVERY:
+        n_steps -= n_steps % LOG_EVERY
+    n_pairs = min(pace.pairs, max(3, round(pace.pairs * pace.seconds / (n_steps * step_seconds))))
+    turns = np.array([(ask(n_steps), other_ask(n_steps)) for _ in range(n_pairs)])
+    seconds, n_bytes, _ = turns.transpose(2, 1, 0)  # each (2, n_pairs)
+    speed, other_speed = n_steps / np.median(seconds, axis=1)
+    low, high = np.percentile(seconds[1] / seconds[0], (25, 75))
+    return SimpleNamespace(
+        speed=speed,  # steps per second
+        other_speed=other_speed,
+        ratio=speed / other_speed,
+        text=f"{speed / other_speed:.3f} ({low:.3f} to {high:.3f})",  # the quartiles of neighbouring blocks
+        bytes=np.median(n_bytes[0] - n_bytes[1]) / n_steps,  # written in a step beyond those of the other way
+        peak=first[2],
+        other_peak=other[2],
+    )
 
 
 def clock(device):
@@ -242,594 +248,294 @@ def clock(device):
     return time.perf_counter()
 
 
-def plan_blocks(step_seconds, pace):
-    """(steps of a block, pairs of blocks) for steps of `step_seconds`; long blocks hold equally many log lines."""
-    n_steps = max(1, round(pace.seconds / step_seconds))
-    if n_steps > LOG_EVERY:
-        n_steps -= n_steps % LOG_EVERY
-    n_pairs = round(pace.pairs * pace.seconds / (n_steps * step_seconds))
-    return n_steps, min(pace.pairs, max(3, n_pairs))
+def process_figure(file, name):
+    """A number from a file of Linux's /proc/self, kB as bytes; 0 on other systems."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self", file).read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * (1024 if line.endswith(" kB") else 1)
+    return 0
 
 
-class Pace(NamedTuple):
-    """How long to measure: seconds of a block, and the most pairs of blocks."""
-
-    seconds: float
-    pairs: int
+BYTES_OF_IMPORTS = process_figure("status", "VmHWM")
 
 
-def run_script(train, turns, *train_arguments):
-    """Run a script's own `train`; the generator `turns` gets control before each step, and its result is returned.
-
-    The scripts call `gpt.learning_rate(step, ...)` as a step begins, so that is where they can be held.
-    """
-    learning_rate, last_step = gpt.learning_rate, 0
-
-    def hold(step, *rest):
-        nonlocal last_step
-        if step > last_step:
-            last_step = step
-            try:
-                next(turns)
-            except StopIteration as end:
-                raise Finished(end.value) from None
-        return learning_rate(step, *rest)
-
-    gpt.learning_rate = hold
-    gc.collect()  # the model before, whose memory this one needs
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # compiles the next model from scratch, of the same shape or not
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            train(*train_arguments)
-    except Finished as finished:
-        return finished.args[0]
-    finally:
-        gpt.learning_rate = learning_rate
+def peak_bytes(device):
+    """The most memory since the call before: on the GPU, or on a CPU resident beyond what the imports took."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    peak = process_figure("status", "VmHWM") - BYTES_OF_IMPORTS
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# scaling: the scripts' own loops
+# scaling and ablate: the scripts' own loops, and a plain one with or without each of the speed features
+
+TF32, AUTOCAST, FUSED, SDPA = "TF32", "autocast", "fused AdamW", "SDPA"
+PADDED, PARTS, COMPILE, CLIP = "padded vocabulary", "loss in parts", "compile", "clipping"
+SCRIPT = {TF32, FUSED, SDPA, PADDED, PARTS, CLIP}  # what the scripts do with --dtype float32
 
 
-def start_single(rank, n_processes, flags, pace):
-    """Answers an accumulation with seconds of blocks of train_single_gpu.py and of a bare loop, and a block's steps."""
-    data.get_tokenizer = without_vocabulary
-
-    def answer(accumulation):
-        args = script_args(flags, accumulation)
-        return run_script(train_single_gpu.train, single_turns(args, accumulation, pace), args)
-
-    return answer
-
-
-def single_turns(args, accumulation, pace):
-    device = torch.device(args.device)
-    yield
-    yield  # the script has compiled and warmed up
-    start = clock(device)
-    yield
-    n_steps, n_pairs = plan_blocks(clock(device) - start, pace)
-    step = bare_step(args, accumulation, device)
-    step()
-    step()
-    script, bare = [], []
-    for _ in range(n_pairs):
-        start = clock(device)
-        for _ in range(n_steps):
-            yield
-        script.append(clock(device) - start)
-        start = clock(device)
-        for _ in range(n_steps):
-            step()
-        bare.append(clock(device) - start)
-    return script, bare, n_steps
+def script_args(flags, accumulation=1, n_processes=1):
+    """What a script makes of `flags`, for steps of `accumulation` full forward passes in each process."""
+    args = gpt.make_parser("").parse_args(flags)
+    args.nproc = n_processes
+    try:
+        gpt.resolve_flags(args, for_ddp=n_processes > 1)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    args.global_batch_size = args.batch_size * accumulation * n_processes
+    return args
 
 
-def bare_step(args, accumulation, device):
-    """A function that takes a step and does nothing else: forward, backward, optimizer, over tensors in memory."""
-    config = gpt.config_for(args, VOCABULARY[args.tokenizer])
-    model = gpt.GPT(config).to(device)
-    forward = torch.compile(model) if args.compile else model
-    optimizer = torch.optim.AdamW(gpt.weight_decay_groups(model, 0.1), lr=1e-5, betas=(0.9, 0.95), fused=True)
-    shape = (accumulation, args.batch_size, args.context_length + 1)
-    batches = torch.randint(VOCABULARY[args.tokenizer], shape, device=device)
+def plain_step(args, device, features, accumulation=1):
+    """A function that takes a step over random ids in memory: forward, backward, optimizer, and no more."""
+    _, autocast, _ = gpt.number_formats(args)
+    if TF32 not in features:
+        torch.set_float32_matmul_precision("highest")
+    if SDPA not in features:  # leaves the attention that makes all scores at once
+        for kernel in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)  # on a CPU too
+    n_vocab = VOCABULARY[args.tokenizer]
+    config = gpt.config_for(args, n_vocab)
+    model = gpt.GPT(config if PADDED in features else dataclasses.replace(config, vocab_size=n_vocab)).to(device)
+    forward = torch.compile(model) if COMPILE in features else model
+    groups = gpt.weight_decay_groups(model, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.95), fused=FUSED in features or None)
+    batches = torch.randint(n_vocab, (accumulation, args.batch_size, args.context_length + 1), device=device)
     batches = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches]
-    autocast = gpt.autocast_for(args)
 
     def step():
         for inputs, targets in batches:
             with autocast:
-                loss = forward(inputs, targets).loss / accumulation
-            loss.backward()
+                if PARTS in features:
+                    loss = forward(inputs, targets).loss
+                else:  # the logits live to the end of the step, as in a loop whose model returns them
+                    logits = forward(inputs).logits
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            (loss / accumulation).backward()
+        if CLIP in features:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def start_ddp(rank, n_processes, flags, pace):
-    """Answers with seconds of blocks of train_ddp_spawn.py with and without all-reduce, a block's steps, bytes."""
-    data.get_tokenizer = without_vocabulary
+def held(run, turns):
+    """The `run`, made to wait before each step for `turns`, and to end when these end."""
+    steps = run.steps
+    run.steps = lambda: (step for step, _ in zip(steps(), turns))
+    return run
+
+
+def hold_single(rank, n_processes, blocks, flags, accumulation, port):
+    """Take steps of train_single_gpu.py, and the other way those of a bare loop."""
+    args = script_args(flags, accumulation)
+    device = gpt.pick_device(args)
+
+    @functools.cache  # made when the script's memory is measured
+    def bare_step():
+        return plain_step(args, device, SCRIPT - {CLIP} | ({COMPILE} if args.compile else set()), accumulation)
+
+    def bare_loop(n_steps):
+        for _ in range(n_steps):
+            bare_step()()
+        yield from ()  # no step of the script
+
+    train_single_gpu.train(args, held(data.Run(args), blocks(device, bare_loop)))
+
+
+def hold_ddp(rank, n_processes, blocks, flags, accumulation, port):
+    """Take steps of train_ddp_torchrun.py, and the other way without all-reduce: the replicas drift apart."""
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    args = script_args(flags, accumulation, n_processes)
     wrapped = []
+    train_ddp_torchrun.DDP = lambda *module, **options: wrapped.append(DDP(*module, **options)) or wrapped[0]
 
-    def wrap(module, **options):
-        wrapped[:] = [DDP(module, **options)]
-        return wrapped[0]
+    def apart(n_steps):
+        with wrapped[0].no_sync():
+            yield from range(n_steps)
 
-    train_ddp_spawn.DDP = wrap
-
-    def answer(accumulation, port):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        args = script_args(flags, accumulation, n_processes)
-        turns = ddp_turns(wrapped, train_ddp_spawn.pick_device(args.device, rank, n_processes), pace)
-        result = run_script(train_ddp_spawn.train, turns, rank, n_processes, args)
-        wrapped.clear()
-        train_ddp_spawn.cleanup()
-        return result
-
-    return answer
+    run = data.Run(args, n_processes, quiet=rank > 0)
+    train_ddp_torchrun.train(rank, n_processes, args, held(run, blocks(gpt.pick_device(args, rank), apart)))
 
 
-def ddp_turns(wrapped, device, pace):
-    def now():
-        """Seconds, read when all processes have come here."""
-        clock(device)
-        dist.barrier()
-        return time.perf_counter()
-
-    yield
-    yield  # DDP has put its buckets in order, and the script has compiled
-    with wrapped[0].no_sync():
-        yield
-    start = now()
-    yield
-    n_steps, n_pairs = plan_blocks(max(train_ddp_spawn.gather(now() - start)), pace)  # the same for all
-    averaging, apart, sent = [], [], []
-    for _ in range(n_pairs):
-        # no_sync() around the loop's own: no step averages, and the replicas drift apart, which costs no time.
-        for seconds, context in ((averaging, nullcontext()), (apart, wrapped[0].no_sync())):
-            with context:
-                start, start_bytes = now(), bytes_written()
-                for _ in range(n_steps):
-                    yield
-                seconds.append(now() - start)
-                sent.append((bytes_written() - start_bytes) / n_steps)
-    n_bytes = float(np.median(sent[::2]) - np.median(sent[1::2]))
-    gradient_bytes = sum(p.numel() * p.element_size() for p in wrapped[0].parameters())
-    return averaging, apart, n_steps, n_bytes if device.type == "cpu" and bytes_written() else None, gradient_bytes
+def compare_loops(hold, n_processes, flags, accumulation, pace):
+    """`take_turns` of a script's loop, held by `hold`, and its other way, over random token ids."""
+    args = script_args(flags, accumulation, n_processes)
+    n_windows = max(2 * args.global_batch_size, 2000)  # two steps, and some to validate
+    ids = np.random.default_rng(0).integers(0, VOCABULARY[args.tokenizer], n_windows * args.context_length * 10 // 9)
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(path := str(Path(folder, "tokens.npy")), ids.astype(np.uint16))
+        flags = [*flags, "--data", path, "--max-steps", str(ENDLESS), "--eval-every", str(ENDLESS)]
+        with Group(pace, hold, n_processes, flags, accumulation, get_free_port()) as group:
+            return take_turns(group.ask, functools.partial(group.ask, other_way=True), pace)
 
 
-def bytes_written():
-    """Bytes that this process has handed to write(), sockets included; 0 where the system does not count them."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/io").read_text().splitlines():
-            if line.startswith("wchar: "):
-                return int(line.split()[1])
-    return 0
-
-
-def measure_scaling(flags, processes, accumulations, pace, deadline=math.inf, ddp=True):
-    """Print the tables of `scaling`; returns {("single" or processes, accumulation): SimpleNamespace}."""
+def measure_scaling(flags, processes, accumulations, pace):
+    """Print the tables of `scaling`."""
     args = script_args(flags)
     tokens = args.batch_size * args.context_length
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "tokens.npy")
-        random_corpus(path, args, args.batch_size * max(accumulations) * max(processes))
-        flags = [*flags, "--data", str(path), "--max-steps", str(ENDLESS), "--eval-every", str(ENDLESS)]
-        flags += ["--log-every", str(LOG_EVERY)]
-
-        rows = []
-        if 1 in processes:
-            with Group(start_single, 1, flags, pace) as group:
-                for accumulation in accumulations:
-                    try:
-                        script, bare, n_steps = group.ask(accumulation, deadline=deadline)
-                    except Failed as failure:
-                        rows.append([accumulation, failure.reason, "", "", ""])
-                        break
-                    block = n_steps * accumulation * tokens
-                    figure = SimpleNamespace(speed=block / np.median(script), ratio=compare(script, bare))
-                    figures["single", accumulation] = figure
-                    rows.append([accumulation, figure.speed, block / np.median(bare), figure.ratio])
-                    rows[-1].append(mfu(figure.speed, args))
-            print_table(
-                "train_single_gpu.py against a bare loop of forward, backward and optimizer over tensors in memory",
-                ["accumulation", "script, tokens/s", "bare loop, tokens/s", "script over bare loop (quartiles)", "MFU"],
-                rows,
-            )
-
-        rows = []
-        for n in processes if ddp else []:
-            with Group(start_ddp, n, flags, pace) as group:
-                for accumulation in accumulations:
-                    try:
-                        averaging, apart, n_steps, n_bytes, gradient_bytes = group.ask(
-                            accumulation, free_port(), deadline=deadline
-                        )
-                    except Failed as failure:
-                        rows.append([n, accumulation, failure.reason, *[""] * 6])
-                        break
-                    block = n_steps * accumulation * tokens * n
-                    figures[n, accumulation] = figure = SimpleNamespace(
-                        speed=block / np.median(averaging),
-                        ratio=compare(averaging, apart),
-                        bytes=n_bytes,
-                        paper_bytes=allreduce_bytes(n, gradient_bytes),
-                    )
-                    one = figures.get((1, accumulation))
-                    rows.append([n, accumulation, figure.speed, block / np.median(apart), figure.ratio])
-                    rows[-1].append(f"{figure.speed / one.speed:.2f}" if one else None)
-                    rows[-1].append(None if n_bytes is None else round(n_bytes) / MB)
-                    rows[-1] += [figure.paper_bytes / MB, mfu(figure.speed, args, n)]
-        if ddp:
-            print_table(
-                "train_ddp_spawn.py against the same steps without all-reduce (bytes: sent by a process in a step)",
-                [
-                    "processes",
-                    "accumulation",
-                    "DDP, tokens/s",
-                    "no all-reduce, tokens/s",
-                    "efficiency (quartiles)",
-                    "times 1 process",
-                    "MB sent",
-                    "MB on paper",
-                    "MFU",
-                ],
-                rows,
-            )
-    return figures
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# ablate: one feature at a time
-
-TF32, AUTOCAST, FUSED, SDPA = "TF32", "autocast", "fused AdamW", "SDPA"
-PADDED, PARTS, COMPILE = "padded vocabulary", "loss in parts", "compile"
-DDP_ON, COMPILE_FIRST, VIEWS = "DDP", "compile, then DDP", "bucket views"
-SCRIPT = {TF32, FUSED, SDPA, PADDED, PARTS}  # what the scripts do with --dtype float32
-
-
-def spelled_out_attention(queries, keys, values, dropout_p=0.0, is_causal=True):
-    """Causal attention as a textbook writes it: all scores at once, (batch, n_heads, n_tokens, n_tokens)."""
-    n_tokens = queries.shape[-2]
-    scores = queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])
-    future = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=queries.device).triu(1)
-    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-    return F.dropout(weights, dropout_p) @ values
-
-
-def start_steps(rank, n_processes, flags, features, port=None):
-    """Answers a number of steps with their seconds and the peak memory, in bytes beyond that after the imports."""
-    args = script_args(flags)
-    device = train_ddp_spawn.pick_device(args.device, rank, n_processes)
-    if DDP_ON in features:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        train_ddp_spawn.setup(rank, n_processes, device)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if TF32 in features else "highest")
-    if SDPA not in features:
-        F.scaled_dot_product_attention = spelled_out_attention
-    n_vocab = VOCABULARY[args.tokenizer]
-    config = gpt.config_for(args, n_vocab)
-    config = config if PADDED in features else dataclasses.replace(config, vocab_size=n_vocab)
-
-    torch.manual_seed(0)
-    idle_bytes = peak_bytes(device)
-    model = gpt.GPT(config).to(device)
-    forward = torch.compile(model) if COMPILE_FIRST in features else model
-    if DDP_ON in features:
-        gpu = [device.index] if device.type == "cuda" else None
-        forward = DDP(forward, device_ids=gpu, gradient_as_bucket_view=VIEWS in features)
-    forward = torch.compile(forward) if COMPILE in features else forward
-    groups = gpt.weight_decay_groups(model, 0.1)
-    optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.95), fused=True if FUSED in features else None)
-    dtype = torch.float16 if args.dtype == "float16" else torch.bfloat16
-    autocast = torch.autocast(device.type, dtype, enabled=AUTOCAST in features)
-    tokens = torch.randint(n_vocab, (args.batch_size, args.context_length + 1), device=device)
-
-    def step(tokens):
-        inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
-        with autocast:
-            if PARTS in features:
-                loss = forward(inputs, targets).loss
-            else:
-                logits = forward(inputs).logits  # kept to the end of the step, as in a loop whose model returns them
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def answer(n_steps, batch_size):
-        batch = tokens.repeat(math.ceil(batch_size / len(tokens)), 1)[:batch_size]
-        step(batch)  # warms up, after a while without a turn too
-        if n_steps == 0:
-            forget_peak(device)
-            return None
-        start = clock(device)
-        for _ in range(n_steps):
-            step(batch)
-        seconds = clock(device) - start
-        peak = peak_bytes(device) - idle_bytes
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the others on this GPU need the room
-        return seconds, peak
-
-    return answer
-
-
-def peak_bytes(device):
-    """The most memory that this process has had: on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError):
-        return memory("VmHWM")
-    import resource  # neither on Windows, nor on Linux, where a new process inherits this figure from its parent
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def forget_peak(device):
-    """Let `peak_bytes` start anew, so that compiling does not count."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def memory(field):
-    """Bytes of this process from Linux's /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"no {field} in /proc/self/status")
-
-
-def start_ways(flags, features, n_processes=1):
-    port = free_port() if DDP_ON in features else None
-    return Group(start_steps, n_processes, flags, features, port)
-
-
-def measure_ways(title, flags, baseline, ways, pace, deadline=math.inf, n_processes=1):
-    """Print a table of `ways`, {name: features}, over `baseline`, (name, features); returns {name: SimpleNamespace}."""
-    args = script_args(flags)
-    batch = args.batch_size
-    tokens = batch * args.context_length * n_processes
-    rows, figures = [], {}
-    name, features = baseline
-    header = ["", "tokens/s", "speed over the first row (quartiles)", "peak memory, MB", "over the first row", "MFU"]
-    with start_ways(flags, features, n_processes) as first:
+    print_facts(args, f"{args.dtype}{', compiled' if args.compile else ''}")
+    rows = []
+    for accumulation in accumulations:
         try:
-            first.ask(0, batch, deadline=deadline)
-            step_seconds, first_bytes = first.ask(1, batch, deadline=deadline)
+            figure = compare_loops(hold_single, 1, flags, accumulation, pace)
         except Failed as failure:
-            print_table(title, header, [[name, failure.reason, "", "", "", ""]])
-            return figures
-        n_steps, n_pairs = plan_blocks(step_seconds, pace)
-        speed = tokens / step_seconds
-        for way, way_features in ways.items():
-            with start_ways(flags, way_features, n_processes) as second:
-                seconds, first_seconds = [], []
-                try:
-                    second.ask(0, batch, deadline=deadline)
-                    for _ in range(n_pairs):
-                        first_seconds.append(first.ask(n_steps, batch, deadline=deadline)[0])
-                        way_seconds, way_bytes = second.ask(n_steps, batch, deadline=deadline)
-                        seconds.append(way_seconds)
-                except Failed as failure:
-                    rows.append([way, failure.reason, "", "", "", ""])
-                    continue
-            speed = n_steps * tokens / np.median(first_seconds)
-            way_speed = n_steps * tokens / np.median(seconds)
-            ratio = compare(seconds, first_seconds)
-            figures[way] = SimpleNamespace(speed=way_speed, ratio=ratio, bytes=way_bytes, first_bytes=first_bytes)
-            rows.append([way, way_speed, ratio, way_bytes / MB, f"{way_bytes / first_bytes:.2f}"])
-            rows[-1].append(mfu(way_speed, args, n_processes))
-    rows.insert(0, [name, speed, "1", first_bytes / MB, "1", mfu(speed, args, n_processes)])
+            rows.append([accumulation, failure])
+            continue
+        speed, other = figure.speed * tokens * accumulation, figure.other_speed * tokens * accumulation
+        rows.append([accumulation, speed, other, figure.text, mfu(speed, args), figure.peak / MB])
+    header = ["accumulation", "script, tokens/s", "bare loop, tokens/s", "script over bare loop (quartiles)", "MFU"]
+    title = "train_single_gpu.py against a bare loop of forward, backward and optimizer over tensors in memory"
+    print_table(title, [*header, "peak memory, MB"], rows)
+
+    gradient_bytes = 4 * sum(p.numel() for p in empty_model(args).parameters())
+    rows, one = [], {}
+    for n, accumulation in itertools.product(processes, accumulations):
+        try:
+            figure = compare_loops(hold_ddp, n, flags, accumulation, pace)
+        except Failed as failure:
+            rows.append([n, accumulation, failure])
+            continue
+        speed, other = (each * tokens * accumulation * n for each in (figure.speed, figure.other_speed))
+        times = f"{speed / one.setdefault(accumulation, speed):.2f}" if n == 1 or accumulation in one else None
+        sent = figure.bytes / MB if args.device == "cpu" and process_figure("io", "wchar") else None
+        paper = 2 * (n - 1) / n * gradient_bytes / MB  # a ring passes every part of the gradients around twice
+        rows.append([n, accumulation, speed, other, figure.text, times, sent, paper, mfu(speed, args, n)])
+    header = ["processes", "accumulation", "DDP, tokens/s", "no all-reduce, tokens/s", "efficiency (quartiles)"]
+    header += ["times 1 process", "MB sent", "MB on paper", "MFU"]
+    title = "train_ddp_torchrun.py against the same steps without all-reduce (bytes: sent by a process in a step)"
+    if rows:
+        print_table(title, header, rows)
+
+
+def take_plain_steps(rank, n_processes, blocks, flags, features):
+    args = script_args(flags)
+    args.dtype = "float32" if AUTOCAST not in features else "float16" if args.dtype == "float16" else "bfloat16"
+    device = gpt.pick_device(args)
+    step = plain_step(args, device, features)
+    for _ in blocks(device):
+        step()
+
+
+def measure_ways(title, flags, ways, pace):
+    """Print a table of `ways`, {name: features}, over the first of them; returns {name: figure} of the others."""
+    args = script_args(flags)
+    tokens = args.batch_size * args.context_length
+    name, *others = ways
+    rows, figures = [[name]], {}
+    with Group(pace, take_plain_steps, 1, flags, ways[name]) as first:
+        try:
+            first.ask(1)
+        except Failed as failure:
+            rows, others = [[name, failure]], []
+        for way in others:
+            try:
+                with Group(pace, take_plain_steps, 1, flags, ways[way]) as second:
+                    figures[way] = figure = take_turns(second.ask, first.ask, pace)
+            except Failed as failure:
+                rows.append([way, failure])
+                continue
+            speed, other = figure.speed * tokens, figure.other_speed * tokens
+            rows[0] = [name, other, "1", figure.other_peak / MB, "1", mfu(other, args)]
+            rows.append([way, speed, figure.text, figure.peak / MB, figure.peak / figure.other_peak, mfu(speed, args)])
+    header = ["", "tokens/s", "speed over the first row (quartiles)", "peak memory, MB", "over the first row", "MFU"]
     print_table(title, header, rows)
     return figures
 
 
-def measure_ablation(flags, n_processes, pace, deadline=math.inf):
-    """Print the tables of `ablate`; returns the figures of each."""
-    on_cuda = script_args(flags).device == "cuda"
-    features = [*([TF32] if on_cuda else []), AUTOCAST, FUSED, SDPA, PADDED, PARTS, COMPILE]
-    alone = measure_ways(
-        "Each feature alone",
-        flags,
-        ("float32, and none of them", set()),
-        {**{feature: {feature} for feature in features}, "all together": set(features)},
-        pace,
-        deadline,
-    )
-    half = AUTOCAST if on_cuda else "--dtype bfloat16"
-    compiled = SCRIPT | {DDP_ON, VIEWS} | ({AUTOCAST} if on_cuda else set())
-    processes = "1 process" if n_processes == 1 else f"{n_processes} processes"
-    ddp = measure_ways(
-        f"How DDP wraps the model, {processes}",
-        flags,
-        ("DDP, then compile, with bucket views: the scripts", compiled | {COMPILE}),
-        {COMPILE_FIRST: compiled | {COMPILE_FIRST}, "no bucket views": compiled - {VIEWS} | {COMPILE}},
-        pace,
-        deadline,
-        n_processes,
-    )
-    flagged = measure_ways(
-        "The scripts' flags",
-        flags,
-        ("--dtype float32", SCRIPT),
-        {half: SCRIPT | {AUTOCAST}, "--compile": SCRIPT | {COMPILE}, "both": SCRIPT | {AUTOCAST, COMPILE}},
-        pace,
-        deadline,
-    )
-    return alone, ddp, flagged
+def measure_ablation(flags, pace):
+    """Print the tables of `ablate`."""
+    args = script_args(flags)
+    print_facts(args, "16 bits, TF32 and the compiler where the row says so")
+    on_gpu = args.device == "cuda"
+    features = [*([TF32] if on_gpu else []), AUTOCAST, FUSED, SDPA, PADDED, PARTS, COMPILE]
+    ways = {"float32, and none of them": {CLIP}, **{feature: {CLIP, feature} for feature in features}}
+    measure_ways("Each feature alone", flags, {**ways, "all together": {CLIP, *features}}, pace)
+
+    half = AUTOCAST if on_gpu else "--dtype bfloat16"
+    ways = {"--dtype float32": SCRIPT, half: SCRIPT | {AUTOCAST}, "--compile": SCRIPT | {COMPILE}}
+    measure_ways("The scripts' flags", flags, {**ways, "both": SCRIPT | {AUTOCAST, COMPILE}}, pace)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # data: what a corpus costs
 
 
-def start_run(rank, n_processes, flags):
-    """Answers with the seconds from the call of train_single_gpu.py to the end of its first step, and peak memory."""
-
+def start_script(args):
+    """The seconds from the first line of train_single_gpu.py that knows its flags to the end of its first step."""
     importlib.import_module("torch._dynamo")  # else the first optimizer imports it, in the time that a start takes
-
-    def turns(device):
-        yield
-        clock(device)
-
-    def answer():
-        args = script_args(flags)
-        torch.set_num_threads(1)  # the step itself is of no interest, and waking threads takes a while
-        before = memory("VmRSS")
-        forget_peak(torch.device("cpu"))
-        start = time.perf_counter()
-        train_single_gpu.prepare(args)  # as its main() does
-        prepared, peak = time.perf_counter() - start, memory("VmHWM") - before
-        run_script(train_single_gpu.train, turns(torch.device(args.device)), args)
-        return time.perf_counter() - start, prepared, peak
-
-    return answer
+    start = time.perf_counter()
+    with contextlib.suppress(SystemExit):
+        train_single_gpu.train(args, held(data.Run(args, quiet=True), range(1)))
+    return time.perf_counter() - start
 
 
-def start_loader(rank, n_processes, flags):
-    """Answers with the windows of a corpus and the bytes that stay resident.
+def read_corpus(args):
+    """What a process pays for its corpus. Opening a text makes its tokens, if they are not there."""
 
-    These are (its own memory, mapped pages of the file) with the first batch, and the same after 1,000 windows more.
-    """
+    def resident():
+        return np.array([process_figure("status", name) for name in ("RssAnon", "RssFile")])
 
-    def answer():
-        args = script_args(flags)
-        next(iter(DataLoader([torch.zeros(1)])))  # code that any loader brings into memory
-        before = np.array([memory("RssAnon"), memory("RssFile")])
-        corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
-        sampler = RandomSampler(corpus.train_set, generator=torch.Generator())
-        batches = iter(DataLoader(corpus.train_set, batch_size=1, sampler=data.SkipSampler(sampler)))
-        next(batches)
-        first = np.array([memory("RssAnon"), memory("RssFile")])
-        for _, _ in zip(range(1000), batches):
-            pass
-        later = np.array([memory("RssAnon"), memory("RssFile")])
-        return len(corpus.train_set), first - before, later - before
-
-    return answer
-
-
-def start_permutation(rank, n_processes, n_windows, n_ranks):
-    """Answers with the seconds and the resident bytes of an epoch's permutation alone, with PyTorch's own samplers."""
-
-    def answer():
-        torch.randperm(10)
-        before, start = memory("RssAnon"), time.perf_counter()
-        if n_ranks == 1:
-            sampler = RandomSampler(range(n_windows), generator=torch.Generator())
-        else:
-            sampler = DistributedSampler(range(n_windows), num_replicas=n_ranks, rank=0)
-        indices = iter(sampler)
-        next(indices)
-        return time.perf_counter() - start, memory("RssAnon") - before
-
-    return answer
+    next(iter(DataLoader([torch.zeros(1)])))  # code that any loader brings into memory
+    before, start, figure = resident(), time.perf_counter(), SimpleNamespace()
+    corpus = data.open_corpus(args.data, args.tokenizer, args.context_length)
+    figure.open_seconds, figure.peak = time.perf_counter() - start, peak_bytes(torch.device("cpu"))
+    figure.windows = len(corpus.train_set)
+    some = RandomSampler(range(figure.windows), replacement=True, num_samples=1001)  # without a permutation
+    batches = iter(DataLoader(corpus.train_set, batch_size=1, sampler=some))
+    next(batches)
+    file_bytes = (resident() - before)[1]  # the windows to come map pages that the system may take back
+    for _ in batches:
+        pass
+    figure.bytes = (resident() - before)[0] + file_bytes
+    before, start = resident(), time.perf_counter()
+    order = iter(RandomSampler(range(figure.windows), generator=torch.Generator()))
+    next(order)
+    figure.order_seconds, figure.order_bytes = time.perf_counter() - start, (resident() - before)[0]
+    return figure
 
 
-def ask_new(start, *arguments):
-    with Group(start, 1, *arguments) as group:
-        return group.ask()
+def measure_data(text_megabytes, token_gigabytes):
+    """Print the table of `data`; returns the figures of each corpus."""
 
+    def in_new_process(function):
+        with ProcessPoolExecutor(1, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, args).result()
 
-def measure_data(flags, text_megabytes, token_gigabytes):
-    """Print the table of `data`; returns {name of the corpus: SimpleNamespace}."""
-    figures, rows = {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        corpora = {}
-        text = data.builtin_text().encode()
-        for size in text_megabytes:
-            path = corpora[f"{size:g} MB of text"] = Path(folder, f"{size}.txt")
-            with open(path, "wb") as file:
-                for _ in range(math.ceil(size * MB / len(text))):
-                    file.write(text)
-        for size in token_gigabytes:
-            path = corpora[f"{size:g} GB of token ids"] = Path(folder, f"{size}.npy")
-            np.lib.format.open_memmap(path, "w+", np.uint16, (int(size * 1e9) // 2,))  # sparse: zeros that take no room
-        for name, path in corpora.items():
-            run_flags = [*flags, "--data", str(path), "--batch-size", "1"]
-            first, peak = (None, None)
-            if path.suffix == ".txt":
-                _, first, peak = ask_new(start_run, run_flags)
-            later = min(ask_new(start_run, run_flags)[0] for _ in range(N_STARTS))
-            n_windows, resident, resident_later = ask_new(start_loader, run_flags)
-            permutations = [ask_new(start_permutation, n_windows, 1) for _ in range(N_STARTS)]
-            permutation, permutation_bytes = min(permutations)
-            _, shared_bytes = ask_new(start_permutation, n_windows, 2)
-            path.unlink()
-            figures[name] = figure = SimpleNamespace(
-                first_seconds=first,
-                first_bytes=peak,
-                start_seconds=later - permutation,
-                permutation_seconds=permutation,
-                data_bytes=max(resident_later[0], resident[0]) + resident[1] - permutation_bytes,
-                permutation_bytes=permutation_bytes,
-            )
-            rows.append([name, n_windows, first, peak and peak / MB, later, permutation, figure.data_bytes / MB])
-            rows[-1] += [permutation_bytes / MB, shared_bytes / MB, (resident_later[1] - resident[1]) / 1000 / 1000]
-    print_table(
-        "What a corpus costs each process: seconds after the imports, MB that stay resident",
-        [
-            "corpus",
-            "windows",
-            "tokenizing, s",
-            "its peak, MB",
-            "start to the end of step 1, ids ready, s",
-            "permutation in it, s",
-            "data but the permutation, MB",
-            "permutation, MB",
-            "permutation of a rank of 2, MB",
-            "file pages mapped per window read, KB",
-        ],
-        rows,
-    )
-    print("\nThe system shares file pages between processes, and takes them back when it needs room.")
-    print(f"The permutation takes {figures[name].permutation_bytes / n_windows:.0f} bytes per window in one process.")
-    print_growth(list(figures.values()))
+    figures, rows = [], []
+    text = data.builtin_text().encode()
+    flags = ["--preset", "tiny", "--device", "cpu", "--context-length", "1024", "--batch-size", "1"]
+    corpora = [(size, "MB of text", "txt") for size in text_megabytes]
+    for size, kind, ending in corpora + [(size, "GB of token ids", "npy") for size in token_gigabytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"corpus.{ending}")
+            if ending == "txt":
+                path.write_bytes(text * math.ceil(size * MB / len(text)))
+            else:  # sparse: zeros that take no room
+                np.lib.format.open_memmap(path, "w+", np.uint16, (int(size * 1e9) // 2,))
+            args = script_args([*flags, "--data", str(path), "--max-steps", str(ENDLESS)])
+            first = in_new_process(read_corpus) if ending == "txt" else None
+            figure = min((in_new_process(read_corpus) for _ in range(3)), key=lambda each: each.order_seconds)
+            figure.start_seconds = min(in_new_process(start_script) for _ in range(3))
+            figure.peak = first and first.peak
+        figures.append(figure)
+        rows.append([f"{size:g} {kind}", figure.windows, first and first.open_seconds, first and first.peak / MB])
+        rows[-1] += [figure.start_seconds, figure.order_seconds, figure.bytes / MB, figure.order_bytes / MB]
+    header = ["corpus", "windows", "tokenizing, s", "its peak, MB", "start to the end of step 1, ids ready, s"]
+    header += ["permutation in it, s", "data but the permutation, MB", "permutation, MB"]
+    print_table("What a corpus costs each process: seconds after the imports, MB that stay resident", header, rows)
     return figures
-
-
-def print_growth(figures):
-    """Say what grows from the smallest to the largest corpus by more than measuring is uncertain."""
-    texts = [figure for figure in figures if figure.first_seconds is not None]
-    columns = {
-        "seconds of tokenizing": ([f.first_seconds for f in texts], 1),
-        "memory of tokenizing": ([f.first_bytes for f in texts], 100 * MB),
-        "seconds of a later start without the permutation": ([f.start_seconds for f in figures], 1),
-        "seconds of the permutation": ([f.permutation_seconds for f in figures], 0.1),
-        "memory of the data without the permutation": ([f.data_bytes for f in figures], 100 * MB),
-        "memory of the permutation": ([f.permutation_bytes for f in figures], 10 * MB),
-    }
-    grows, stays = [], []
-    for name, (values, uncertainty) in columns.items():
-        if values:
-            (grows if max(values) - min(values) > uncertainty else stays).append(name)
-    print(f"Grows with the corpus: {', '.join(grows) or 'nothing'}.\nDoes not: {', '.join(stays) or 'nothing'}.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
-
-
-def largest_batch(flags, deadline):
-    """The largest power of two, up to LARGEST_BATCH, of sequences that fit the GPU in a step of the scripts."""
-    room = torch.cuda.get_device_properties(0).total_memory
-    fitting = 1
-    with start_ways([*flags, "--batch-size", "1"], SCRIPT | {AUTOCAST}) as group, contextlib.suppress(Failed):
-        while fitting < LARGEST_BATCH:
-            group.ask(0, 2 * fitting, deadline=deadline)
-            if group.ask(1, 2 * fitting, deadline=deadline)[1] > 0.8 * room:
-                break  # the script's model and the bare loop's must both fit
-            fitting *= 2
-    return fitting
 
 
 def parse_args():
@@ -838,77 +544,60 @@ def parse_args():
     scaling = commands.add_parser("scaling", help="the scripts against a bare loop, DDP against DDP without all-reduce")
     ablate = commands.add_parser("ablate", help="each speed feature alone and all together: speed and peak memory")
     corpus = commands.add_parser("data", help="start-up and resident memory for small and large corpora (Linux)")
-    gpu = commands.add_parser("gpu", help="scaling and ablate of gpt2 on GPUs: 16 bits, compiled, the largest batch")
-    for command in (scaling, ablate):
-        command.add_argument("--preset", choices=gpt.PRESETS, help="(default: tiny on a CPU, small on a GPU)")
-        command.add_argument("--context-length", metavar="TOKENS", help="(default: the preset's)")
-        command.add_argument("--batch-size", metavar="SEQUENCES", help="(default: the preset's)")
-        command.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    scaling.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    scaling.add_argument("--compile", action="store_true", help="torch.compile (default: off)")
-    scaling.add_argument("--processes", type=int, nargs="+", metavar="N", help="(default: 1, 2, 4 ... all GPUs)")
-    for command in (scaling, gpu):
-        command.add_argument("--accumulation", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="(1 4 16)")
-    gpu.set_defaults(processes=None)
-    ablate.add_argument("--processes", type=int, metavar="N", help="of the DDP table (default: all GPUs, 2 on a CPU)")
+    gpu = commands.add_parser("gpu", help="scaling of gpt2 on GPUs, eager and compiled, and ablate")
     for command, minutes in ((scaling, 5), (ablate, 15), (gpu, 8)):
         command.add_argument("--seconds", type=float, default=0.5, help="of a block of steps (default: %(default)s)")
         command.add_argument("--pairs", type=int, default=10, help="of blocks, at most (default: %(default)s)")
-        command.add_argument(
-            "--minutes", type=float, default=minutes, help="after which what is missing is left out (%(default)s)"
-        )
+        command.add_argument("--minutes", type=float, default=minutes, help="then it leaves out the rest (%(default)s)")
+    for command, more in ((scaling, ["--dtype"]), (ablate, [])):
+        for flag in ("--preset", "--context-length", "--batch-size", "--device", *more):
+            command.add_argument(flag, dest=flag, metavar="VALUE", help="as in the scripts")
+    scaling.add_argument("--compile", action="store_true", help="torch.compile (default: off)")
+    scaling.add_argument("--processes", type=int, nargs="+", metavar="N", help="(default: 1, 2, 4 ... all GPUs)")
+    scaling.add_argument("--accumulation", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="(1 4 16)")
     corpus.add_argument("--text", type=float, nargs="*", default=[1, 10, 100], metavar="MB", help="(1 10 100)")
     corpus.add_argument("--tokens", type=float, nargs="*", default=[10], metavar="GB", help="in a sparse file (10)")
-    corpus.add_argument("--tokenizer", choices=VOCABULARY, default="bytes", help="(default: %(default)s)")
     return parser.parse_args()
+
+
+def measure_speed(args, pace):
+    """Run `scaling`, `ablate`, or for `gpu` both."""
+    if args.command == "gpu" and not torch.cuda.is_available():
+        sys.exit("error: gpu needs a CUDA GPU, there is none here")
+    flags = [part for item in vars(args).items() if item[0].startswith("--") and item[1] for part in item]
+    on_gpu = args.command == "gpu" or script_args(flags).device == "cuda"
+    n_all = torch.cuda.device_count() if on_gpu else 2
+    if args.command == "scaling":
+        processes = args.processes or [*(2**i for i in range(n_all.bit_length()) if 2**i < n_all), n_all]
+        measure_scaling(flags + ["--compile"] * args.compile, processes, args.accumulation, pace)
+        return
+    if args.command == "gpu":
+        flags = ["--preset", "gpt2"]
+        for batch_size in (32, 16, 8, 4, 2, 1):  # the largest that fits, of the script and a bare loop at once
+            large = [*flags, "--batch-size", str(batch_size)]
+            with contextlib.suppress(Failed):
+                compare_loops(hold_single, 1, large, 1, pace._replace(pairs=1))
+                break
+        for compiled in ([], ["--compile"]):
+            measure_scaling([*large, *compiled], sorted({1, n_all}) if n_all > 1 else [], [1], pace)
+    measure_ablation(flags, pace)
 
 
 def main():
     args = parse_args()
+    data.on_signals(data.end_quietly)  # an exception: no process and no file stays
     start = time.monotonic()
     if args.command == "data":
-        if not Path("/proc/self/status").exists():
+        if not BYTES_OF_IMPORTS:
             sys.exit("error: data reads the memory of a process from Linux's /proc, which is not here")
         print_facts()
-        flags = ["--preset", "tiny", "--device", "cpu", "--context-length", "1024", "--tokenizer", args.tokenizer]
-        measure_data(flags, args.text, args.tokens)
+        measure_data(args.text, args.tokens)
     else:
-        try:
-            measure_speed(args, Pace(args.seconds, args.pairs), start + 60 * args.minutes - 10)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
+        measure_speed(args, Pace(args.seconds, args.pairs, start + 60 * args.minutes - 10))
     print(f"\n{time.monotonic() - start:.0f} s in all")
-    if UNFORESEEN:
-        sys.exit(f"error: not all could be measured: {UNFORESEEN[0]}")
-
-
-def measure_speed(args, pace, deadline):
-    """Run `scaling`, `ablate`, or for `gpu` both."""
-    n_gpus = 0 if getattr(args, "device", "cuda") == "cpu" else torch.cuda.device_count()
-    n_all = n_gpus or 2
-    powers = [2**i for i in range(n_all.bit_length()) if 2**i < n_all]
-    if args.command == "gpu":
-        if not torch.cuda.is_available():
-            sys.exit("error: gpu needs a CUDA GPU, there is none here")
-        flags, processes = ["--preset", "gpt2"], sorted({1, n_all})
-        scaling_flags = [*flags, "--batch-size", str(largest_batch(flags, deadline)), "--compile"]
-    else:
-        flags, processes = ["--device", args.device], [*powers, n_all]
-        for name in ("preset", "context_length", "batch_size"):
-            if getattr(args, name) is not None:
-                flags += [f"--{name.replace('_', '-')}", getattr(args, name)]
-        scaling_flags = flags + (["--dtype", args.dtype, *["--compile"] * args.compile] if "dtype" in args else [])
-    if args.command != "ablate":
-        script = script_args(scaling_flags)
-        print_facts(script, f"{script.dtype}{', compiled' if script.compile else ''}")
-        half_time = (time.monotonic() + deadline) / 2 if args.command == "gpu" else deadline
-        measure_scaling(scaling_flags, args.processes or processes, args.accumulation, pace, half_time)
-    if args.command != "scaling":
-        print_facts(script_args(flags), "16 bits, TF32 and the compiler where the row says so")
-        measure_ablation(flags, args.processes or n_all, pace, deadline)
+    if unforeseen := [failure for failure in map(str, FAILURES) if failure.startswith("error")]:
+        sys.exit(unforeseen[0])  # not for want of time or memory
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(128 + signal.SIGINT)
+    main()

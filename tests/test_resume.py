@@ -1,25 +1,16 @@
-"""A run that is interrupted and resumed is the run that never stopped; a checkpoint is plain, whole, and never lost."""
+"""A run that is interrupted and resumed is the run that never stopped, in each script and from one to another."""
 
-import importlib
-import io
 import json
 import os
-import pickle
 import random
 import re
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 import time
-import types
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SINGLE, SPAWN, TORCHRUN, command, read_metrics
+from conftest import SINGLE, SPAWN, STEP_HOOK, TORCHRUN, Launch, contents, hooked, read_metrics, small_text
 
 import data
 import gpt
@@ -28,126 +19,6 @@ STEPS, STEPS_PER_EPOCH = 32, 14
 # Logs and saves fall on different steps, dropout is on, and every process accumulates.
 FLAGS = ("--context-length", 16, "--global-batch-size", 12, "--batch-size", 3, "--drop-rate", 0.1, "--seed", 7)
 EVERY = ("--max-steps", STEPS, "--log-every", 2, "--eval-every", 3)
-GUARD = 'if __name__ == "__main__":'
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Scripts that can be watched, found, and stopped at a chosen moment
-
-
-def hooked(folder, code):
-    """A copy of the project whose scripts run `code` before their main(), in every process."""
-    folder.mkdir(exist_ok=True)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
-    for script in SCRIPTS:
-        text = (folder / script).read_text()
-        assert text.count(GUARD) == 1
-        (folder / script).write_text(text.replace(GUARD, f"{code}\n\n{GUARD}"))
-    return folder
-
-
-# Calls `before_step(step, rank)` when a process begins a step.
-STEP_HOOK = """
-import os, signal, time
-scheduled_rate = gpt.learning_rate
-def learning_rate(step, *rest):
-    before_step(step, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
-    return scheduled_rate(step, *rest)
-gpt.learning_rate = learning_rate
-"""
-
-
-class Launch:
-    """A started script, both its outputs in one file. `mark` finds its processes, also those that left its group.
-
-    `before` stands before its command line, where `replace` puts other words for one; `env` adds to the environment.
-    """
-
-    def __init__(self, log, script, *flags, n=1, folder=ROOT, before=(), replace=types.MappingProxyType({}), **env):
-        self.log, self.mark = Path(log), f"LAUNCH_MARK={random.randbytes(8).hex()}"
-        words = [*before]
-        for word in command(script, *flags, n=n, folder=folder):
-            words += replace.get(word, [word])
-        # One thread each: tests start several runs at once, and threads that wait for a core spin.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}}
-        environment.update([self.mark.split("=")])
-        with open(self.log, "wb") as file:
-            self.process = subprocess.Popen(
-                words, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-            )
-
-    @property
-    def text(self):
-        return self.log.read_text(errors="replace")
-
-    def family(self):
-        """Ids and command lines of all its living processes, the launcher among them."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (path / "environ").read_bytes().split(b"\0"):
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # ended in between, or not ours
-                continue
-        return found
-
-    def ranks(self):
-        """Ids of the training processes of a DDP script, in the order of their start."""
-        return sorted(
-            pid
-            for pid, line in self.family().items()
-            if pid != self.process.pid and ("spawn_main" in line or "train_ddp_torchrun.py" in line)
-        )
-
-    def wait_for(self, condition, timeout=120):
-        """Wait until `condition(self)` or, for text, until the output matches it; a run that ends first fails."""
-        if isinstance(condition, str):
-            pattern = re.compile(condition, re.MULTILINE)
-            return self.wait_for(lambda launch: pattern.search(launch.text), timeout)
-        limit = time.monotonic() + timeout
-        while not (result := condition(self)):
-            if self.process.poll() is not None or time.monotonic() > limit:
-                self.kill()
-                pytest.fail(f"what was waited for never came (status {self.process.poll()})\n{self.text}")
-            time.sleep(0.02)
-        return result
-
-    def finish(self, timeout=120):
-        """Wait for the end and return the status; neither a hang nor an orphan passes."""
-        try:
-            status = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            pytest.fail(f"no end after {timeout} s\n{self.text}")
-        limit = time.monotonic() + 10  # helpers of multiprocessing end a moment later
-        while orphans := self.family():
-            if time.monotonic() > limit:
-                self.kill()
-                pytest.fail(f"left running: {orphans}\n{self.text}")
-            time.sleep(0.05)
-        return status
-
-    def kill(self):
-        """`kill -9` for the whole family, as a power cut would."""
-        while family := self.family():
-            for pid in family:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.01)
-            self.process.poll()
-        self.process.wait()
-
-
-def small_text(path, n_bytes=3000):
-    path.write_text(data.builtin_text().encode("ascii", "ignore")[:n_bytes].decode())
-    return path
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -155,48 +26,6 @@ def corpus(tmp_path_factory):
     """A text of 14 steps per epoch."""
     return small_text(tmp_path_factory.mktemp("corpus") / "corpus.txt")
 
-
-def refusal(script, *flags):
-    """What main() of a script says here, in this process, to what it must refuse before training."""
-
-    def began(*args, **kwargs):
-        raise AssertionError("not refused")
-
-    module = importlib.import_module(script.removesuffix(".py"))
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    torchrun = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(module, "train", began)
-        patch.setattr(module, "spawn", began, raising=False)
-        patch.setattr(sys, "argv", [script, *map(str, flags)])
-        for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-            patch.setenv(name, str(value))
-        with pytest.raises(SystemExit) as end:
-            module.main()
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    assert end.value.code == 2
-    assert stdout.getvalue() == ""
-    assert re.fullmatch(r"error: [^\n\x1b]+\n", stderr.getvalue()), stderr.getvalue()
-    return stderr.getvalue()
-
-
-@contextmanager
-def small_disk(folder):
-    """A file system of 16 MB, where this user may mount one."""
-    folder.mkdir()
-    mount = ("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder)
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs leave to mount a tmpfs")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Exact resume
 
 # STOP_AT="5 9" sends the last rank signal 9 before step 5; STOP_AT="last rename" cuts the last save between its files.
 # READS is a folder that gets the training windows which each rank reads, in order.
@@ -439,7 +268,7 @@ def test_a_finished_run_goes_on_to_more_steps_with_the_learning_rate_of_the_new_
     for row in new:
         expected = gpt.learning_rate(row["step"], STEPS + 8, gpt.PRESETS["tiny"].lr)
         assert row["learning_rate"] == pytest.approx(expected, rel=1e-12)
-    assert gpt.load_checkpoint(out / "checkpoint.pt")["step"] == STEPS + 8
+    assert data.load_checkpoint(out / "checkpoint.pt")["step"] == STEPS + 8
 
 
 @pytest.mark.slow
@@ -449,169 +278,6 @@ def test_resuming_a_finished_run_prints_its_sample_once_from_several_processes(s
     launch = Launch(tmp_path / "log", script, "--data", corpus, *FLAGS, *EVERY, "--out", out, "--resume", n=2)
     assert launch.finish() == 0, launch.text
     assert launch.text.count("sample: The ") == 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a checkpoint holds, and which are refused
-
-
-def types_in(value):
-    if isinstance(value, dict):
-        return {type(value)}.union(*(types_in(x) for pair in value.items() for x in pair))
-    if isinstance(value, (list, tuple)):
-        return {type(value)}.union(*map(types_in, value))
-    return {type(value)}
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_checkpoint_holds_tensors_and_plain_types_under_the_raw_names_of_the_model(n, request):
-    checkpoint = request.getfixturevalue("one_process" if n == 1 else "two_processes")[0].checkpoint
-    plain = {dict, list, tuple, str, int, float, bool, type(None), torch.Tensor}
-    found = types_in({**checkpoint, "model": dict(checkpoint["model"])})  # a state_dict is an OrderedDict
-    assert found <= plain, found - plain
-    model = gpt.GPT(gpt.GPTConfig(**checkpoint["config"]))
-    model.load_state_dict(checkpoint["model"], strict=True)
-    assert list(checkpoint["model"]) == list(model.state_dict())
-    assert {"tokenizer", "corpus", "seed", "global_batch_size"} <= checkpoint["run"].keys()
-    assert len(checkpoint["optimizer"]["state"]) == len(list(model.parameters()))
-    assert checkpoint["step"] == STEPS
-
-
-def test_metrics_csv_holds_the_rows_of_the_checkpoint(two_processes):
-    for ending in two_processes:
-        rows = [list(row.values()) for row in read_metrics(ending.out)]
-        assert rows == [list(row) for row in ending.checkpoint["metrics"]]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(
-    "flag, value, name, saved, given",
-    [
-        ("--context-length", 8, "context_length", 16, 8),
-        ("--drop-rate", 0.25, "drop_rate", 0.1, 0.25),
-        ("--tokenizer", "gpt2", "tokenizer", "bytes", "gpt2"),
-        ("--seed", 8, "seed", 7, 8),
-        ("--global-batch-size", 24, "global_batch_size", 12, 24),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused_with_both_values(
-    script, flag, value, name, saved, given, finished, corpus
-):
-    before = (finished / "checkpoint.pt").read_bytes()
-    said = refusal(script, "--data", corpus, *FLAGS, *EVERY, "--out", finished, "--resume", flag, value)
-    file, _, rest = said.partition("checkpoint.pt")
-    assert str(finished) in file
-    assert {name, str(saved), str(given)} <= set(re.findall(r"[\w.]+", rest)), said
-    assert (finished / "checkpoint.pt").read_bytes() == before
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_checkpoint_of_another_corpus_is_refused_with_both_hashes(script, finished, tmp_path):
-    other = small_text(tmp_path / "other.txt", 3500)
-    saved = torch.load(finished / "checkpoint.pt", weights_only=True)["run"]["corpus"]
-    hashed = data.open_corpus(str(other), "bytes", 16).hash
-    assert saved != hashed
-    said = refusal(script, "--data", other, *FLAGS, *EVERY, "--out", finished, "--resume")
-    assert str(finished / "checkpoint.pt") in said and saved in said and hashed in said
-
-
-class Code:
-    """Unpickling this makes a file: a checkpoint that runs code."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return Path.touch, (Path(self.path),)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(
-    "kind", ["truncated", "empty", "text", "foreign pickle", "foreign torch.save", "weights alone", "a tensor"]
-)
-def test_a_file_that_is_no_checkpoint_is_refused_by_name_and_never_run(kind, script, finished, corpus, tmp_path):
-    path, ran = finished / "checkpoint.pt", tmp_path / "ran"
-    if kind == "truncated":
-        os.truncate(path, path.stat().st_size * 2 // 3)
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "text":
-        path.write_text("step 3\nstep 4\n")
-    elif kind == "foreign pickle":
-        path.write_bytes(pickle.dumps({"model": Code(ran)}))
-    elif kind == "foreign torch.save":
-        torch.save({name: Code(ran) for name in gpt.CHECKPOINT_KEYS}, path)
-    else:
-        torch.save(torch.ones(3) if kind == "a tensor" else gpt.GPT(gpt.GPTConfig(64, 8, 8, 2, 1)).state_dict(), path)
-    said = refusal(script, "--data", corpus, *FLAGS, *EVERY, "--out", finished, "--resume")
-    assert str(path) in said and "no checkpoint of this project" in said
-    assert not ran.exists()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_checkpoint_is_never_overwritten_by_a_run_that_did_not_say_resume(script, finished, corpus):
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in finished.iterdir()}
-    said = refusal(script, "--data", corpus, *FLAGS, *EVERY, "--out", finished)
-    assert str(finished / "checkpoint.pt") in said and "--resume" in said and "--out" in said
-    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in finished.iterdir()} == before
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Atomic
-
-
-def a_checkpoint(n_numbers=300_000):
-    state = {name: {} for name in gpt.CHECKPOINT_KEYS}
-    return {**state, "model": {"weight": torch.rand(n_numbers)}, "step": 1, "metrics": [[1, 2, 3.0, 4.0, None, None]]}
-
-
-@pytest.mark.parametrize("limit", [0, 1000, 200_000, 1_000_000])
-def test_a_save_past_a_file_size_limit_says_why_and_leaves_the_earlier_checkpoint(limit, tmp_path):
-    gpt.save_checkpoint(tmp_path, a_checkpoint())
-    before = contents(tmp_path)
-    assert before.keys() == {"checkpoint.pt", "metrics.csv"}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(OSError, match="File too large") as failure:
-            gpt.save_checkpoint(tmp_path, a_checkpoint())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert str(tmp_path) in str(failure.value)
-    assert contents(tmp_path) == before
-
-
-def test_a_save_on_a_full_disk_says_why_and_leaves_the_earlier_checkpoint(tmp_path):
-    with small_disk(tmp_path / "disk") as disk:
-        gpt.save_checkpoint(disk, a_checkpoint(2_500_000))
-        before = contents(disk)
-        assert before.keys() == {"checkpoint.pt", "metrics.csv"}
-        with pytest.raises(OSError, match="No space left on device") as failure:
-            gpt.save_checkpoint(disk, a_checkpoint(2_500_000))
-        assert str(disk) in str(failure.value)
-        assert contents(disk) == before
-
-
-def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Flushed, then renamed within its folder: the other order could leave an empty file after a power cut."""
-    flushed, renamed = {}, []
-    fsync, rename = os.fsync, os.replace
-
-    def watched_fsync(file):
-        fsync(file)
-        flushed[os.fstat(file).st_ino] = os.fstat(file).st_size
-
-    def watched_rename(source, target):
-        status = os.stat(source)
-        assert flushed[status.st_ino] == status.st_size > 0
-        assert Path(source).parent == Path(target).parent == tmp_path
-        renamed.append(Path(target).name)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "replace", watched_rename)
-    gpt.save_checkpoint(tmp_path, a_checkpoint())
-    assert sorted(renamed) == ["checkpoint.pt", "metrics.csv"]
 
 
 # With the 20 of torchrun's restarts in test_faults.py, 52 moments.
@@ -636,7 +302,7 @@ def test_no_kill_9_at_any_moment_loses_the_checkpoint(script, n, kills, tmp_path
             assert int(begun[1]) == saved, "a checkpoint was lost"
             resumed += 1
         if (out / "checkpoint.pt").exists():
-            now = gpt.load_checkpoint(out / "checkpoint.pt")["step"]
+            now = data.load_checkpoint(out / "checkpoint.pt")["step"]
             printed = [int(step) for step in re.findall(r"step (\d+): validation loss", launch.text)]
             assert now >= max([saved, *(step - 1 for step in printed)])
             saved = now
@@ -650,6 +316,6 @@ def test_no_kill_9_at_any_moment_loses_the_checkpoint(script, n, kills, tmp_path
     assert undisturbed.finish() == 0, undisturbed.text
     assert resumed >= kills // 2
     assert sorted(os.listdir(out)) == ["checkpoint.pt", "metrics.csv"]
-    first, second = (gpt.load_checkpoint(folder / "checkpoint.pt") for folder in (out, tmp_path / "undisturbed"))
+    first, second = (data.load_checkpoint(folder / "checkpoint.pt") for folder in (out, tmp_path / "undisturbed"))
     assert_same(without_speed(first), without_speed(second))
     print(json.dumps({"script": script, "kills": kills, "lost": 0, "steps": steps}))
