@@ -420,7 +420,7 @@ def difference(dictionaries, hint):
 class Run:
     """A training run: what it reads, how far it is, what it reports and saves, and why it ends.
 
-    A script calls `start`, takes each of the `steps` and gives its losses to `note`; where `is_report_step`,
+    A script calls `start`, takes each of the `steps` and gives its losses to `end_step`; where `is_report_step`,
     `is_eval_step` or `is_save_step` it calls `log`, `log_validation` or `save`; and it exits with the status that
     `finish` returns. Where several processes train together, each has its own Run, and only one is not `quiet`.
 
@@ -467,19 +467,26 @@ class Run:
     def start(self, **parts):
         """Begin, or go on where a checkpoint stopped. It keeps these parts: `model`, `optimizer` and `scaler`."""
         self.parts = parts
-        for name, part in parts.items() if self.checkpoint else ():
-            if self.checkpoint[name]:  # empty for a scaler that had nothing to do, as in bfloat16
-                part.load_state_dict(self.checkpoint[name])
-        # Copies, because on a CPU these tensors still lie in the open file, which the next save replaces.
-        for state in parts["optimizer"].state.values():
-            state.update({name: tensor.clone() for name, tensor in state.items()})
-        self.checkpoint = None
+        if self.checkpoint:
+            for name, part in parts.items():
+                if self.checkpoint[name]:  # empty for a scaler that had nothing to do, as in bfloat16
+                    part.load_state_dict(self.checkpoint[name])
+            # Copies, because on a CPU these tensors still lie in the open file, which the next save replaces.
+            for state in parts["optimizer"].state.values():
+                state.update({name: tensor.clone() for name, tensor in state.items()})
+            self.checkpoint = None
         on_signals(self.take_signal)
+        self.print(self.describe())
+        if self.step:
+            self.print(f"resumed after step {self.step}")
+
+    def describe(self):
+        """The facts on which the losses and the speed depend."""
         args, corpus = self.args, self.corpus
-        n_parameters = sum(p.numel() for p in parts["model"].parameters())
+        n_parameters = sum(p.numel() for p in self.parts["model"].parameters())
         processes = "1 process" if self.n_processes == 1 else f"{self.n_processes} processes"
         could_compile = args.device == "cuda" and not args.compile
-        self.print(
+        return (
             f"preset {args.preset}: {args.n_layers} layers, {args.n_heads} heads, {args.emb_dim} wide, "
             f"{args.context_length} tokens of context, {n_parameters:,} parameters"
             f"{'' if args.data else '; for the real thing: --preset gpt2 --data FILE'}\n"
@@ -490,8 +497,6 @@ class Run:
             f"{args.global_batch_size} sequences per step = {self.forward_batch} per forward x {self.accumulation} "
             f"accumulated x {processes}; {self.steps_per_epoch:,} steps per epoch, {self.total_steps:,} in all"
         )
-        if self.step:
-            self.print(f"resumed after step {self.step}")
 
     def take_signal(self, signum, frame):
         """Handle a signal: the next report tells it. A second Ctrl-C ends a run without a launcher at once."""
