@@ -103,7 +103,8 @@ def load_tokens(path, tokenizer):
             raise
         command = f"python data.py {shlex.quote(str(path))} --tokenizer {tokenizer.name} --output tokens.npy"
         raise OSError(f"{error}; tokenize with {command}, and give --data tokens.npy") from error
-    del lock
+    finally:
+        del lock  # also from the error, which may be kept
     return _open_npy(cache)
 
 

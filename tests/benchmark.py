@@ -337,10 +337,8 @@ def hold_single(rank, n_processes, blocks, flags, accumulation, port):
     """Take steps of train_single_gpu.py, and the other way those of a bare loop."""
     args = script_args(flags, accumulation)
     device = gpt.pick_device(args)
-
-    @functools.cache  # made when the script's memory is measured
-    def bare_step():
-        return plain_step(args, device, SCRIPT - {CLIP} | ({COMPILE} if args.compile else set()), accumulation)
+    features = SCRIPT - {CLIP} | ({COMPILE} if args.compile else set())
+    bare_step = functools.cache(lambda: plain_step(args, device, features, accumulation))  # after the script's memory
 
     def bare_loop(n_steps):
         for _ in range(n_steps):
@@ -565,8 +563,7 @@ def measure_speed(args, pace):
     if args.command == "gpu" and not torch.cuda.is_available():
         sys.exit("error: gpu needs a CUDA GPU, there is none here")
     flags = [part for item in vars(args).items() if item[0].startswith("--") and item[1] for part in item]
-    on_gpu = args.command == "gpu" or script_args(flags).device == "cuda"
-    n_all = torch.cuda.device_count() if on_gpu else 2
+    n_all = torch.cuda.device_count() if script_args(flags).device == "cuda" else 2
     if args.command == "scaling":
         processes = args.processes or [*(2**i for i in range(n_all.bit_length()) if 2**i < n_all), n_all]
         measure_scaling(flags + ["--compile"] * args.compile, processes, args.accumulation, pace)

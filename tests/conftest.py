@@ -21,8 +21,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-SINGLE, SPAWN, TORCHRUN = "train_single_gpu.py", "train_ddp_spawn.py", "train_ddp_torchrun.py"
-SCRIPTS = (SINGLE, SPAWN, TORCHRUN)
+SCRIPTS = SINGLE, SPAWN, TORCHRUN = ("train_single_gpu.py", "train_ddp_spawn.py", "train_ddp_torchrun.py")
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 
@@ -239,7 +238,8 @@ def call_main(script, *flags, **env):
     env = {"LOCAL_RANK": 0, "RANK": 0, "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", **env}
     stdout, stderr = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(signal, "signal", lambda *_: None)
+        for name in ("signal.signal", "faulthandler.enable"):  # both are pytest's here
+            patch.setattr(name, lambda *_, **__: None)
         module = importlib.import_module(Path(script).stem)
         patch.setattr(module, "spawn" if script == SPAWN else "train", lambda *_, **__: sys.exit(99))
         for name, value in {"MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": None, **env}.items():

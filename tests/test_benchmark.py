@@ -1,7 +1,6 @@
-"""The benchmark measures what it says; and the project is as fast and as small as it promises.
+"""The benchmark measures what it says; and on a quiet machine (-m speed) the project is as fast and small as promised.
 
-The targets, which a busy machine disturbs, have a mark of their own: python -m pytest tests -m speed. A speed counts as
-reached when one of three tries reaches it. A slow one hardly gets there by chance: the sides of a ratio take turns.
+A speed counts as reached when one of three tries reaches it: a slow one hardly gets there, as both sides take turns.
 """
 
 import re
@@ -15,9 +14,7 @@ import torch
 from benchmark import AUTOCAST, COMPILE, MB, PARTS, SCRIPT, Pace
 from conftest import train
 
-import data
 import gpt
-import train_single_gpu
 
 BENCHMARK = "tests/benchmark.py"
 SMALLEST = ("--device", "cpu", "--context-length", 16, "--batch-size", 2, "--pairs", 2, "--seconds", 0.02)
@@ -36,9 +33,8 @@ def number(cell):
 
 def test_scaling_sets_the_script_against_a_bare_loop_and_ddp_against_itself_without_all_reduce():
     text = train(BENCHMARK, "scaling", "--accumulation", 2, *SMALLEST, timeout=300).replace("../", "")
-    facts = f"torch {torch.__version__}", "CPU cores", f"python {BENCHMARK} scaling --accumulation 2"
-    for fact in (*facts, "2 x 16 tokens per process and forward pass, device cpu, float32"):
-        assert fact in text[: text.index("\n|")]
+    facts = f"torch {torch.__version__}", f"python {BENCHMARK} scaling", "2 x 16 tokens per process and forward pass"
+    assert all(fact in text[: text.index("\n|")] for fact in facts)
     single, ddp = tables(text)
     assert [(row["accumulation"], row["MFU"]) for row in single] == [("2", "n/a")]
     assert [(row["processes"], row["accumulation"]) for row in ddp] == [("1", "2"), ("2", "2")]
@@ -55,21 +51,18 @@ def test_scaling_sets_the_script_against_a_bare_loop_and_ddp_against_itself_with
         assert [number(row["MB sent"]) for row in ddp] == pytest.approx([0, gradient_megabytes], rel=0.01, abs=0.001)
 
 
-HELP = {"": "{scaling,ablate,data,gpu}", "scaling": "--pairs", "ablate": "--pairs", "data": "--text", "gpu": "--pairs"}
-
-
-@pytest.mark.parametrize("command", HELP)
-def test_help_says_what_there_is_to_measure(command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [BENCHMARK, *command.split(), "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        benchmark.main()
-    assert HELP[command] in capsys.readouterr().out
+def test_help_says_what_there_is_to_measure(monkeypatch, capsys):
+    for words, shown in [("", "{scaling,ablate,data,gpu}"), ("scaling", "--accumulation"), ("data", "--text")]:
+        monkeypatch.setattr(sys, "argv", [BENCHMARK, *words.split(), "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            benchmark.main()
+        assert shown in capsys.readouterr().out
 
 
 def test_without_a_gpu_the_gpu_command_ends_with_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"^error: gpu needs a CUDA GPU, there is none here$"):
-        benchmark.measure_speed(SimpleNamespace(command="gpu"), Pace(1, 1))
+        benchmark.measure_speed(SimpleNamespace(command="gpu"), Pace(1, 1, deadline=0))
 
 
 @pytest.mark.parametrize(("step", "n_steps", "n_pairs"), [(0.01, 50, 10), (0.03, 10, 10), (0.2, 2, 10), (9, 1, 3)])
@@ -104,23 +97,11 @@ def test_mfu_is_relative_to_the_peak_of_the_gpu_by_its_name_and_not_known_for_an
     name, _, teraflops = gpu.partition(": ")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     args = benchmark.script_args(["--preset", "gpt2", "--device", "cpu"])
-    assert benchmark.mfu(1e5, args) is None
     args.device = "cuda"
     # 6 for each parameter but the positions, and the attention; the vocabulary is padded, without being fetched.
     flops = 6 * (50304 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768) + 12 * 12 * 1024 * 768
     speed = 4 * 0.45 * float(teraflops or 1) * 1e12 / flops
     assert benchmark.mfu(speed, args, n_processes=4) == ("45.0%" if teraflops else None)
-
-
-def test_a_measurement_stands_between_the_steps_of_the_scripts_own_loop(monkeypatch):
-    steps, kept, adamw_step = [], [], torch.optim.AdamW.step
-    monkeypatch.setattr(data, "on_signals", lambda handler: None)
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args, **kw: (steps.append(1), adamw_step(*args, **kw))[1])
-    args = benchmark.script_args(["--device", "cpu", "--context-length", "16"], accumulation=2)
-    turns = (kept.append(len(steps)) for _ in range(3))
-    with pytest.raises(SystemExit, match="0"):
-        train_single_gpu.train(args, benchmark.held(data.Run(args), turns))
-    assert kept == [0, 1, 2] and len(steps) == 3
 
 
 def fail(rank, n_processes, blocks):
@@ -149,16 +130,14 @@ def assert_reaches(target, measure):
 
 
 @pytest.mark.speed
-@pytest.mark.parametrize(("flags", "accumulation", "target"), [(TINY, 1, 0.95), (TINY, 3, 0.95), (GPT2, 1, 0.98)])
-def test_the_single_script_is_nearly_as_fast_as_a_bare_loop(flags, accumulation, target):
-    assert_reaches(target, lambda: benchmark.compare_loops(benchmark.hold_single, 1, flags, accumulation, PACE))
-
-
-@pytest.mark.speed
-@pytest.mark.parametrize(("accumulation", "target"), [(1, 0.90), (4, 0.97)])
-@pytest.mark.parametrize("flags", [TINY, GPT2], ids=["tiny", "gpt2"])
-def test_two_processes_are_nearly_as_fast_as_without_all_reduce(flags, accumulation, target):
-    assert_reaches(target, lambda: benchmark.compare_loops(benchmark.hold_ddp, 2, flags, accumulation, PACE))
+@pytest.mark.parametrize(
+    ("n", "flags", "accumulation", "target"),
+    [(0, TINY, 1, 0.95), (0, TINY, 3, 0.95), (0, GPT2, 1, 0.98)]
+    + [(2, flags, *pair) for flags in (TINY, GPT2) for pair in ((1, 0.90), (4, 0.97))],
+)
+def test_a_script_is_nearly_as_fast_as_a_bare_loop_and_ddp_as_without_all_reduce(n, flags, accumulation, target):
+    loop = (benchmark.hold_ddp, n) if n else (benchmark.hold_single, 1)
+    assert_reaches(target, lambda: benchmark.compare_loops(*loop, flags, accumulation, PACE))
 
 
 @pytest.mark.speed

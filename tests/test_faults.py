@@ -1,12 +1,11 @@
 """Signals, restarts, numbers gone bad, full disks and peers that fail: a run ends in a bounded time, and says why."""
 
 import os
-import pty
 import random
 import re
-import shlex
 import signal
 import socket
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from conftest import (
     STEP_HOOK,
     TORCHRUN,
     Launch,
-    command,
     hooked,
     read_metrics,
     refusal,
@@ -67,18 +65,10 @@ def launch(tmp_path, corpus):
         run.kill()
 
 
-def without_torchruns_own(text):
-    """What was printed but by torchrun, which logs and shows a traceback of its own for whatever ends it."""
-    return re.sub(r"(?s)^Traceback .*?^torch\.distributed\.elastic\S+(Error|Exception): [^\n]*\n", "", text, flags=re.M)
-
-
 def assert_says_no_more(text):
-    text = without_torchruns_own(text)
-    assert not re.search(r"Traceback|Error\b|Exception", text), text
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Signals
+    """No traceback or error but those of torchrun, which shows one of its own for whatever ends it."""
+    own = r"(?s)^Traceback .*?^torch\.distributed\.elastic\S+(Error|Exception): [^\n]*\n"
+    assert not re.search(r"Traceback|Error\b|Exception", re.sub(own, "", text, flags=re.MULTILINE)), text
 
 
 def assert_stopped(run, status, script, signum, out):
@@ -100,18 +90,9 @@ def assert_stopped(run, status, script, signum, out):
     [
         (SINGLE, "launcher", SIGHUP),
         (SPAWN, "group", SIGINT),
-        slow(SINGLE, "launcher", SIGTERM),
-        slow(SINGLE, "group", SIGINT),
-        slow(SPAWN, "launcher", SIGTERM),
-        slow(SPAWN, "launcher", SIGINT),
-        slow(SPAWN, "group", SIGHUP),
-        slow(SPAWN, 0, SIGINT),
-        slow(SPAWN, 1, SIGTERM),
-        slow(TORCHRUN, "launcher", SIGTERM),
-        slow(TORCHRUN, "launcher", SIGHUP),
-        slow(TORCHRUN, "group", SIGINT),
-        slow(TORCHRUN, 0, SIGINT),
-        slow(TORCHRUN, 1, SIGTERM),
+        *(slow(SINGLE, *rest) for rest in (("launcher", SIGTERM), ("group", SIGINT))),
+        *(slow(SPAWN, *rest) for rest in (("launcher", SIGTERM), ("group", SIGHUP), (0, SIGINT), (1, SIGTERM))),
+        *(slow(TORCHRUN, *rest) for rest in (("launcher", SIGHUP), ("group", SIGINT), (0, SIGINT), (1, SIGTERM))),
     ],
 )
 def test_a_signal_stops_all_ranks_at_the_next_log_step_and_saves_once(script, whom, signum, launch, tmp_path):
@@ -129,40 +110,43 @@ def test_a_signal_stops_all_ranks_at_the_next_log_step_and_saves_once(script, wh
 def test_a_run_in_the_background_survives_its_terminal_and_leaves_no_orphan_at_sigterm(script, launch, tmp_path):
     """A shell's background job ignores SIGINT, and one under nohup ignores SIGHUP too."""
     shell = bash('nohup "$@" & echo $! > $PID_FILE; trap "" HUP; wait $!')
-    run = launch(script, *ENDLESS, "--out", tmp_path / "out", before=shell, PID_FILE=tmp_path / "pid")
+    listens = {"--standalone": ["--standalone", "--signals-to-handle=SIGTERM,SIGINT"]}  # else to SIGHUP all the same
+    run = launch(script, *ENDLESS, "--out", tmp_path / "out", before=shell, replace=listens, PID_FILE=tmp_path / "pid")
     run.wait_for(r"step 10/")
-    for pid, line in run.family().items():
-        if "distributed.run" not in line:  # torchrun itself listens to SIGHUP also under nohup
-            os.kill(pid, SIGHUP)
+    for pid in run.family():
+        os.kill(pid, SIGHUP)
     step = int(re.findall(r"step (\d+)/", run.text)[-1])
     run.wait_for(rf"step {step + 20}/")
     os.kill(int((tmp_path / "pid").read_text()), SIGTERM)
     assert_stopped(run, run.finish(60), script, SIGTERM, tmp_path / "out")
 
 
-@pytest.mark.parametrize("script", [SINGLE, slow(SPAWN)])
-def test_ctrl_c_in_a_terminal_saves_also_where_it_ends_the_reader_of_the_output_first(script, corpus, tmp_path):
-    out, status = tmp_path / "out", tmp_path / "status"
-    words = command(script, "--data", corpus, *ENDLESS, "--out", out, n=processes(script))
-    pid, terminal = pty.fork()
-    if pid == 0:
-        line = f"{{ {shlex.join(words)}; echo $? > {status}; }} 2>&1 | tee {tmp_path}/log"
-        os.execve("/bin/bash", ["bash", "-c", line], {**os.environ, "OMP_NUM_THREADS": "1"})
-    said, pressed = "", False
-    with suppress(OSError):  # the terminal is gone when all that used it have ended
-        while text := os.read(terminal, 10**4):
-            said += text.decode(errors="replace")
-            if "step 10/" in said and not pressed:
-                pressed = os.write(terminal, b"\x03")
+# Starts a command in a terminal of its own, where SIGUSR1 presses Ctrl-C, and shows what it prints.
+TERMINAL = """
+import os, pty, signal, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execvp(sys.argv[1], sys.argv[1:])
+signal.signal(signal.SIGUSR1, lambda *_: os.write(terminal, bytes([3])))
+try:
+    while text := os.read(terminal, 10**4):
+        os.write(1, text)
+except OSError:  # all that used it have ended
     os.waitpid(pid, 0)
-    os.close(terminal)
-    limit = time.monotonic() + 60
-    while not (status.exists() and status.read_text()):  # the shell before the pipe may outlive the one that read it
-        assert time.monotonic() < limit, said
-        time.sleep(0.05)
-    assert status.read_text() == "130\n" and "Traceback" not in said, said
-    step = data.load_checkpoint(out / "checkpoint.pt")["step"]
-    assert step >= 10 and read_metrics(out)[-1]["step"] == step
+"""
+
+
+@pytest.mark.parametrize("script", [SINGLE, slow(SPAWN)])
+def test_ctrl_c_in_a_terminal_saves_also_where_it_ends_the_reader_of_the_output_first(script, launch, tmp_path):
+    out, status, pipe = tmp_path / "out", tmp_path / "status", '{ "$@"; echo $? > $STATUS; } 2>&1 | tee $STATUS.log'
+    terminal = (sys.executable, "-c", TERMINAL, *bash(pipe))
+    run = launch(script, *ENDLESS, "--out", out, before=terminal, STATUS=status)
+    run.wait_for("step 10/")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    run.finish(60)
+    assert status.read_text() == "130\n", run.text
+    assert data.load_checkpoint(out / "checkpoint.pt")["step"] == read_metrics(out)[-1]["step"] >= 10
+    assert_says_no_more(run.text)
 
 
 @pytest.mark.slow
@@ -205,7 +189,7 @@ def test_a_signal_during_the_imports_ends_every_process_quietly(script, where, s
     assert_ended_early(run, run.finish(40), signum, script)
 
 
-# Rank 0 is held while it tokenizes; rank 1 of torchrun waits for it.
+# A process is held while it tokenizes; the other one of torchrun waits for the lock.
 HELD_TOKENIZER = """
 import time
 texts = data._texts
@@ -215,6 +199,12 @@ def held_texts(path):
     while True:
         time.sleep(0.1)
 data._texts = held_texts
+
+flock = data.fcntl.flock
+def told_flock(*args):
+    print("locking", flush=True)
+    flock(*args)
+data.fcntl.flock = told_flock
 """
 
 
@@ -227,8 +217,7 @@ def test_a_signal_during_tokenizing_ends_every_process_and_leaves_no_litter(scri
     run = launch(script, "--data", text, *FLAGS, folder=copy)
     run.wait_for("^tokenizing")
     assert len(list(tmp_path.glob("corpus.txt.*"))) == 1, "nothing is being written, so nothing is shown"
-    if script == TORCHRUN:  # rank 1 waits for the lock, in the kernel
-        run.wait_for(lambda run: any("flock" in Path(f"/proc/{pid}/wchan").read_text() for pid in run.ranks()))
+    run.wait_for("(?s)" + "^locking$.*" * (2 if script == TORCHRUN else 1))
     os.killpg(run.process.pid, signum)
     assert_ended_early(run, run.finish(40), signum, script)
     assert list(tmp_path.glob("corpus.txt.*")) == []
@@ -254,7 +243,7 @@ def setup(rank, *rest):
 @pytest.mark.parametrize("whom, signum", [("group", SIGTERM), ("group", SIGINT), (0, SIGINT)])
 def test_a_signal_while_a_rank_waits_in_setup_ends_every_process(script, whom, signum, launch, tmp_path):
     run = launch(script, *FLAGS, folder=hooked(tmp_path / "code", ABSENT_PEER), TIMEOUT_SECONDS=600)
-    run.wait_for(r"^gloo waits for 2 ranks at \S+:\d+$")
+    run.wait_for(r"^gloo waits for 2 \w+ at \S+:\d+$")
     if whom == "group":
         os.killpg(run.process.pid, signum)
     else:
@@ -265,29 +254,10 @@ def test_a_signal_while_a_rank_waits_in_setup_ends_every_process(script, whom, s
         assert_ended_early(run, status, signum, script)
 
 
-# A signal in the moment between the start of the launcher's handler and that of the first process.
-EARLY_SIGNAL = """
-real_spawn = spawn
-def spawn(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGTERM)
-    return real_spawn(*args, **kwargs)
-"""
-
-
 @pytest.mark.slow
-def test_a_signal_just_before_the_first_process_starts_is_not_lost(launch, tmp_path):
-    assert launch(SPAWN, *ENDLESS, folder=hooked(tmp_path / "code", EARLY_SIGNAL)).finish(60) == 143
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kills and restarts
-
-
-def assert_all_end_soon(run):
-    limit = time.monotonic() + 40
-    while family := run.family():
-        assert time.monotonic() < limit, f"{family}\n{run.text}"
-        time.sleep(0.05)
+def test_a_signal_between_the_launcher_s_handler_and_its_first_process_is_not_lost(launch, tmp_path):
+    early = "real_spawn = spawn\ndef spawn(*_, **__): os.kill(os.getpid(), signal.SIGTERM), real_spawn(*_, **__)"
+    assert launch(SPAWN, *ENDLESS, folder=hooked(tmp_path / "code", early)).finish(60) == 143
 
 
 @pytest.mark.parametrize("moment", ["steps", slow("imports")])
@@ -301,7 +271,10 @@ def test_no_process_outlives_a_spawn_launcher_killed_with_9_and_the_run_goes_on(
         run.wait_for(lambda run: len(run.ranks()) == 2 and all(map(imports_torch, run.ranks())))
     run.process.kill()
     assert run.process.wait() == -SIGKILL
-    assert_all_end_soon(run)
+    limit = time.monotonic() + 40
+    while family := run.family():
+        assert time.monotonic() < limit, f"{family}\n{run.text}"
+        time.sleep(0.05)
     path = tmp_path / "out" / "checkpoint.pt"
     saved = data.load_checkpoint(path)["step"] if moment == "steps" else 0
     again = launch(SPAWN, *flags, saved + 2, log="again")
@@ -347,13 +320,8 @@ def test_torchrun_goes_on_by_itself_after_each_kill_9_of_a_worker(survive, launc
         survived += kills
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Numbers gone bad
-
 # At step 7 on the last rank, FAULT: the loss becomes nan, or a gradient infinite while the loss stays finite.
-BAD_NUMBERS = (
-    STEP_HOOK
-    + """
+BAD_NUMBERS = """
 def before_step(step, rank):
     global bad
     last = torch.distributed.get_world_size() - 1 if torch.distributed.is_initialized() else 0
@@ -362,15 +330,13 @@ def before_step(step, rank):
 forward = gpt.GPT.forward
 def faulty_forward(self, token_ids, targets=None):
     output = forward(self, token_ids, targets)
-    if not (self.training and bad):
-        return output
-    if os.environ["FAULT"] == "loss":
-        return output._replace(loss=output.loss * float("nan"))
-    self.final_norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    if self.training and bad and os.environ["FAULT"] == "gradient":
+        self.final_norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    elif self.training and bad:
+        output = output._replace(loss=output.loss * float("nan"))
     return output
 gpt.GPT.forward = faulty_forward
 """
-)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +344,7 @@ gpt.GPT.forward = faulty_forward
 )
 def test_a_number_that_is_not_finite_stops_all_ranks_names_its_step_and_is_never_saved(script, fault, launch, tmp_path):
     flags = (*FLAGS, "--max-steps", 40, "--log-every", 10, "--eval-every", 3, "--out", tmp_path / "out")
-    run = launch(script, *flags, folder=hooked(tmp_path / "code", BAD_NUMBERS), FAULT=fault)
+    run = launch(script, *flags, folder=hooked(tmp_path / "code", STEP_HOOK + BAD_NUMBERS), FAULT=fault)
     assert run.finish() == 1, run.text
     assert len(re.findall(r"^error: .*not finite at step 7: ", run.text, re.M)) == 1, run.text
     assert_says_no_more(run.text)
@@ -411,10 +377,6 @@ def test_an_overflow_of_float16_is_the_business_of_the_scaler_and_no_error(scrip
     assert 0 < checkpoint["scaler"]["scale"] < 2.0**40
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
     assert {state["step"].item() for state in checkpoint["optimizer"]["state"].values()} == {30 - skipped}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Where a run writes
 
 
 @pytest.mark.slow
@@ -466,27 +428,17 @@ def test_ids_that_a_run_reads_stay_what_they_were_when_the_text_changes(tmp_path
     assert tokens.tolist() == before
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Peers
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_peer_that_never_joins_ends_the_run_with_what_was_waited_for_and_the_time_out(script, launch, tmp_path):
-    run = launch(script, *FLAGS, folder=hooked(tmp_path / "code", ABSENT_PEER), TIMEOUT_SECONDS=3)
-    assert run.finish(90) == 1, run.text
-    said = re.findall(r"^error: not all 2 ranks came to \S+:\d+, look at the other machines .*$", run.text, re.M)
-    assert len(said) == 1 and re.search(r"(?i)time.*\b3000 ?ms", said[0]), run.text
+@pytest.mark.parametrize("script, reason", [(SPAWN, "[34] s"), (TORCHRUN, "[34] s|3000 ?ms"), (SPAWN, "EADDRINUSE")])
+def test_processes_that_cannot_meet_end_with_one_line_that_says_where_and_why(script, reason, launch, tmp_path):
+    """The port is tried with the spawn script: under torchrun it is torchrun's to serve, before ours start."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1] if reason == "EADDRINUSE" else 0
+        own = {"MASTER_PORT": port} if port else {"folder": hooked(tmp_path / "code", ABSENT_PEER)}
+        run = launch(script, *FLAGS, TIMEOUT_SECONDS=3, **own)
+        assert run.finish(90) == 1, run.text
+    said = re.findall(r"^error: not all 2 \w+ came to \S+:(\d+), (.*)$", run.text, re.M)
+    assert len(said) == 1 and re.search(rf"\b({reason})\b", said[0][1]) and int(said[0][0]) == port or not port, (
+        run.text
+    )
     assert_says_no_more(run.text)
-
-
-@pytest.mark.slow
-def test_a_port_in_use_ends_the_run_at_once_with_the_port_and_the_reason(launch):
-    """For the spawn script: under torchrun the port is torchrun's to serve, before any process of ours exists."""
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        run = launch(SPAWN, *FLAGS, MASTER_PORT=port)
-        assert run.finish(90) == 1
-    assert re.search(rf"(?i){port}.*(EADDRINUSE|address already in use)", run.text), run.text

@@ -106,10 +106,10 @@ def test_the_first_row_is_the_loss_of_the_first_batch_before_any_update(corpus, 
 
 @pytest.mark.slow
 def test_the_gpt2_tokenizer_trains_from_a_text_file(tmp_path):
-    flags = ("--data", small_text(tmp_path / "corpus.txt", 10**6), "--tokenizer", "gpt2", "--max-steps", 50)
+    flags = ("--data", small_text(tmp_path / "corpus.txt", 10**6), "--tokenizer", "gpt2", "--max-steps", 12)
     ended_well(Launch(tmp_path / "log", SINGLE, *flags, "--log-every", 1, "--out", tmp_path / "out"), timeout=1200)
     losses = [row["train_loss"] for row in read_metrics(tmp_path / "out")]
-    assert losses[0] == pytest.approx(math.log(50304), abs=0.3) and losses[-1] < 8
+    assert losses[0] == pytest.approx(math.log(50304), abs=0.3) and losses[-1] < 10
 
 
 @pytest.fixture
@@ -225,5 +225,5 @@ def test_a_refusal_by_several_processes_is_printed_once_and_leaves_nothing(scrip
 @pytest.mark.parametrize("script", [SINGLE, SPAWN])
 def test_the_scripts_that_torchrun_does_not_start_refuse_it(script, tmp_path):
     here = Path(data.__file__).parent
-    launch = Launch(tmp_path / "log", TORCHRUN, replace={str(here / TORCHRUN): [str(here / script)]})
-    assert_refused(launch, "with python", TORCHRUN)
+    replace = {str(here / TORCHRUN): [str(here / script)]}
+    assert_refused(Launch(tmp_path / "log", TORCHRUN, "--max-steps", 1, replace=replace), "with python", TORCHRUN)
