@@ -263,14 +263,14 @@ def test_losses_and_parameters_are_those_of_one_process(name, ended):
 
 @pytest.mark.slow
 def test_any_processes_machines_and_accumulation_give_the_same_losses(corpus, tmp_path):
-    flags = ("--data", corpus, "--log-every", 1, "--eval-every", 30, "--max-steps", 120, "--dtype", "float64")
+    flags = ("--data", corpus, "--log-every", 1, "--eval-every", 30, "--max-steps", 60, "--dtype", "float64")
     counts = {SINGLE: (1,), SPAWN: (1, 2, 3, MACHINES), TORCHRUN: (1, 2, 3, MACHINES)}
     cases = [
         (script, n, *flags, *batch) for batch in (WHOLE, ACCUMULATED) for script in SCRIPTS for n in counts[script]
     ]
     runs = [ended_run(start_run(tmp_path / str(number), *case)) for number, case in enumerate(cases)]
     for run in runs[1:]:
-        assert_same(run, runs[0], 120, 1e-9)
+        assert_same(run, runs[0], 60, 1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -416,7 +416,7 @@ def figures():
         r"([\d.]+) GB for `gpt2` and": 12 * n / 1e9,
         r"(\d+) GB for `gpt2-xl`": 12 * model_of("gpt2-xl")[1] / 1e9,
         r"every (\d+) steps, the default": parser_of(SINGLE).get_default("eval_every"),
-        r"after (\d+) minutes \(`timeout` in `setup`\)": int(minutes),
+        r"after (\d+) minutes \(`timeout` in `setup`;": int(minutes),
         r"`tiny`, a model of ([\d.]+) million": model_of("tiny")[1] / 1e6,
         r"vocabulary of ([\d,]+)": data.get_tokenizer("gpt2").n_vocab,
     }.items()
