@@ -41,7 +41,8 @@ except ImportError:  # Windows has no such locks, and goes on without
 TOKENIZERS = ("bytes", "gpt2")
 END_OF_TEXT = "<|endoftext|>"
 BLOCK_BYTES = 2**18  # read at once; memory grows with this and the number of threads, not with the file
-N_THREADS = 16  # that tokenize; more would only wait for the one that writes the ids
+N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # that we may use
+N_THREADS = min(N_CORES, 16)  # that tokenize; more would only wait for the one that writes the ids
 HEADER_BYTES = 128  # numpy pads the header of a flat array to this for any length
 
 
@@ -81,8 +82,8 @@ def load_tokens(path, tokenizer):
     path = Path(path)
     _check_file(path)
     if path.suffix == ".npy":
-        tokens = _open_npy(path)
-        made_with = _read_stamp(path, tokens).split(b" ")[0].decode(errors="replace")
+        tokens, stamp = _open_npy(path)
+        made_with = stamp.split(b" ")[0].decode(errors="replace")
         if made_with in TOKENIZERS and made_with != tokenizer.name:  # a file from elsewhere says nothing
             raise ValueError(f"{path} was made with --tokenizer {made_with}: give the same, not {tokenizer.name}")
         return tokens
@@ -93,8 +94,8 @@ def load_tokens(path, tokenizer):
     cache = Path(f"{path}.{tokenizer.name}.npy")
     stamp = _stamp(tokenizer, path)
     with contextlib.suppress(OSError, ValueError):
-        tokens = _open_npy(cache)
-        if _read_stamp(cache, tokens) == stamp:
+        tokens, found = _open_npy(cache)
+        if found == stamp:
             return tokens
     try:
         write_tokens([path], tokenizer, cache, stamp)
@@ -105,7 +106,7 @@ def load_tokens(path, tokenizer):
         raise OSError(f"{error}; tokenize with {command}, and give --data tokens.npy") from error
     finally:
         del lock  # also from the error, which may be kept
-    return _open_npy(cache)
+    return _open_npy(cache)[0]
 
 
 class Lock:
@@ -120,10 +121,9 @@ class Lock:
         weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise
-        except OSError:
-            return
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                raise
 
 
 def builtin_text():
@@ -143,47 +143,37 @@ def _check_file(path):
 
 
 def _open_npy(path):
+    """The array in a `.npy`, and the stamp that may follow it, where np.load does not look."""
     try:
         tokens = np.load(path, mmap_mode="r")
-        is_flat_integer = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        dtype, shape = tokens.dtype, tokens.shape
     except OSError:
         raise
     except Exception as error:  # np.load fails in as many ways as a file can be broken
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} is no .npy file of token ids, or it is damaged: {reason}") from error
-    if not is_flat_integer:
-        raise ValueError(
-            f"{path} must hold whole numbers in one dimension; it holds {tokens.dtype} of shape {tokens.shape}"
-        )
-    return tokens
+    if dtype.kind not in "iu" or len(shape) != 1:
+        raise ValueError(f"{path} must hold whole numbers in one dimension; it holds {dtype} of shape {shape}")
+    with open(path, "rb") as file:
+        file.seek(tokens.offset + tokens.nbytes)
+        return tokens, file.read(100)
 
 
 def _open_bin(path):
     size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=3)
-    if len(header) == 3 and header[0] == 20240520:  # llm.c: magic number, version, number of tokens, up to 1024 bytes
-        return np.memmap(path, dtype="<u2", mode="r", offset=1024)
-    if size % 2:
-        raise ValueError(f"{path} is no file of uint16 ids: its {size:,} bytes are an odd number")
-    tokens = np.memmap(path, dtype="<u2", mode="r")
+    offset = 1024 if len(header) == 3 and header[0] == 20240520 else 0  # llm.c: magic number, version, number of ids
+    if size % 2 or size <= offset:
+        raise ValueError(f"{path} is no file of uint16 ids: its {size:,} bytes are an odd number, or too few")
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=offset)
     if len(tokens) > 1000 and not tokens[1:100_000:2].any():
-        raise ValueError(
-            f"{path} holds ids of 32 bits, every second half of which is 0: write them as uint16, or as .npy"
-        )
+        raise ValueError(f"{path} holds ids of 32 bits, every second half is 0: write them as uint16, or as .npy")
     return tokens
 
 
 def _stamp(tokenizer, source=None):
-    """What a token array was made from, as the bytes that follow it in its file, where np.load does not look."""
-    facts = [tokenizer.name, tokenizer.n_vocab]
-    if source:
-        facts += [source.stat().st_size, source.stat().st_mtime_ns]
-    return " ".join(map(str, facts)).encode()
-
-
-def _read_stamp(path, tokens):
-    with open(path, "rb") as file:
-        file.seek(tokens.offset + tokens.nbytes)
-        return file.read(100)
+    """What a token array was made from, as the bytes that follow it in its file."""
+    stat = source and source.stat()
+    return f"{tokenizer.name} {stat.st_size} {stat.st_mtime_ns}".encode() if source else tokenizer.name.encode()
 
 
 def write_tokens(paths, tokenizer, output, stamp=b""):
@@ -196,15 +186,13 @@ def write_tokens(paths, tokenizer, output, stamp=b""):
     """
     if tokenizer.n_vocab > 2**16:
         raise ValueError(f"uint16 holds ids up to 65,535, the tokenizer {tokenizer.name} has {tokenizer.n_vocab:,}")
-    n_tokens = 0
     temporary = Path(f"{output}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.seek(HEADER_BYTES)
-            for path in paths:
-                for ids in _encode(path, tokenizer):
-                    file.write(np.asarray(ids, dtype="<u2").tobytes())
-                    n_tokens += len(ids)
+            for ids in itertools.chain.from_iterable(_encode(path, tokenizer) for path in paths):
+                file.write(np.asarray(ids, dtype="<u2").tobytes())
+            n_tokens = (file.tell() - HEADER_BYTES) // 2
             file.write(stamp or _stamp(tokenizer))
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (n_tokens,)})
@@ -226,7 +214,7 @@ def _encode(path, tokenizer):
     else:
         pieces = _pieces(path)
         while batch := list(itertools.islice(pieces, N_THREADS)):
-            if any(map(_has_endless_space, batch)):
+            if any(len(piece) > 999_999 and ENDLESS_SPACE.search(piece) for piece in batch):
                 raise ValueError(f"{path} has a million white-space characters in a row, more than tiktoken can take")
             yield from tokenizer.encode_ordinary_batch(batch, num_threads=N_THREADS)
     yield [tokenizer.eot_token]
@@ -250,14 +238,16 @@ def _blocks(file, path):
         yield block
         if (now := time.monotonic()) > next_word:
             done, speed, next_word = file.tell(), file.tell() / (now - begun), now + 5
-            left = timedelta(seconds=round((size - done) / speed))
+            left = timedelta(seconds=max(0, round((size - done) / speed)))
             text = f"{path}: {done / 1e6:,.0f} of {size / 1e6:,.0f} MB tokenized, {speed / 1e6:,.1f} MB/s, {left} left"
             say(text, sys.stderr)
 
 
 # No token of GPT-2 crosses from a character that is not white space to one that is, so a cut there changes no ids.
-# Greedy: the last such place of a block. No \s ahead: it holds \x1c to \x1f, which tiktoken takes for symbols.
+# Greedy: the last such place of a block. tiktoken's stack overflows at a million characters of white space with text
+# after them. Python's \s also holds \x1c to \x1f, which are symbols to tiktoken.
 LAST_CUT = re.compile(r"(?s:.*)\S(?=[ \t\r\n])")
+ENDLESS_SPACE = re.compile(r"(?<!{0}){0}{{999999,}}(?!{0}|\Z)".format(r"[^\S\x1c-\x1f]"))
 
 
 def _pieces(path):
@@ -270,12 +260,6 @@ def _pieces(path):
         else:
             held.append(text)
     yield "".join(held)
-
-
-def _has_endless_space(text):
-    """Whether a run of white space with text after it would overflow the stack of gpt2's regular expression."""
-    space = r"[^\S\x1c-\x1f]"  # as tiktoken counts it
-    return len(text) > 999_999 and re.search(rf"(?<!{space}){space}{{999999,}}(?!{space}|\Z)", text)
 
 
 def fingerprint(tokens):
@@ -342,8 +326,7 @@ def split_tokens(tokens, context_length, n_vocab):
             f"--context-length {context_length} it needs at least {10 * (context_length + 1):,}: give a longer --data, "
             "or a smaller --context-length"
         )
-    cut = len(tokens) - n_val
-    return TokenDataset(tokens[:cut], context_length, n_vocab), TokenDataset(tokens[cut:], context_length, n_vocab)
+    return [TokenDataset(part, context_length, n_vocab) for part in (tokens[:-n_val], tokens[-n_val:])]
 
 
 def open_corpus(path, tokenizer_name, context_length):
@@ -716,7 +699,7 @@ def main():
         for output, paths in outputs.items():
             n_tokens = write_tokens(paths, tokenizer, output) if args.output else len(load_tokens(output, tokenizer))
             given = shlex.quote(str(output))
-            print(f"{output}: {n_tokens:,} tokens; train with --data {given} --tokenizer {args.tokenizer}")
+            say(f"{output}: {n_tokens:,} tokens; train with --data {given} --tokenizer {args.tokenizer}")
     except (ValueError, OSError) as error:
         parser.error(error)
 
