@@ -374,7 +374,8 @@ def on_signals(handler):
 
 
 def end_quietly(signum, frame):
-    sys.exit(128 + signum)  # an exception: no half-written file stays
+    """A handler: an exception, so that no half-written file stays, and the status that a shell expects."""
+    sys.exit(128 + signum)
 
 
 def is_second_ctrl_c(signum, signals):
