@@ -15,6 +15,7 @@ import io
 import itertools
 import math
 import os
+import platform
 import re
 import shlex
 import signal
@@ -470,13 +471,17 @@ class Run:
         args, corpus = self.args, self.corpus
         n_parameters = sum(p.numel() for p in self.parts["model"].parameters())
         processes = "1 process" if self.n_processes == 1 else f"{self.n_processes} processes"
-        could_compile = args.device == "cuda" and not args.compile
+        advice = "; --compile makes steps faster" if args.device == "cuda" and not args.compile else ""
+        is_native = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # knows x86 alone
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        if args.device == "cpu" and args.dtype == "bfloat16" and is_x86 and is_native and not is_native():
+            advice = "; this CPU has no instructions for bfloat16: float32 may be ten times as fast"
         return (
             f"preset {args.preset}: {args.n_layers} layers, {args.n_heads} heads, {args.emb_dim} wide, "
             f"{args.context_length} tokens of context, {n_parameters:,} parameters"
             f"{'' if args.data else '; for the real thing: --preset gpt2 --data FILE'}\n"
             f"device {args.device}, {processes}, {args.dtype}{', compiled' if args.compile else ''}, "
-            f"torch {torch.__version__}{'; --compile makes steps faster' if could_compile else ''}\n"
+            f"torch {torch.__version__}{advice}\n"
             f"corpus {args.data or 'built into Python'}, hash {corpus.hash}, {args.tokenizer} tokens: "
             f"{len(corpus.train_set):,} windows to train on, {len(corpus.val_set):,} to validate\n"
             f"{args.global_batch_size} sequences per step = {self.forward_batch} per forward x {self.accumulation} "

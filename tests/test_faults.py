@@ -246,7 +246,8 @@ def test_a_signal_between_the_launcher_s_handler_and_its_first_process_is_not_lo
     assert launch(SPAWN, *ENDLESS, folder=hooked(tmp_path / "code", early)).finish(60) == 143
 
 
-@pytest.mark.parametrize("moment", ["steps", slow("imports")])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["steps", "imports"])
 def test_no_process_outlives_a_spawn_launcher_killed_with_9_and_the_run_goes_on(moment, launch, tmp_path):
     flags = (*FLAGS, "--log-every", 1, "--eval-every", 2, "--out", tmp_path / "out", "--resume", "--max-steps")
     run = launch(SPAWN, *flags, 10**6)

@@ -4,6 +4,7 @@ import io
 import math
 import os
 import pickle
+import platform
 import re
 import resource
 import shutil
@@ -248,7 +249,8 @@ def test_a_resumed_run_has_all_that_was_saved_and_lets_go_of_the_file(ended, mak
     assert [start(make_run(*flags, quiet=True), scale).parts["scaler"].get_scale() for scale in (8.0, 0)] == [32, 1]
 
 
-def test_a_run_begins_with_the_facts_that_decide_it(make_run, capsys):
+def test_a_run_begins_with_the_facts_that_decide_it(make_run, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     runs = [make_run("--max-steps", 1285), make_run("--dtype", "bfloat16", n_processes=2)]
     vars(runs[1].args).update(data=None, compile=True)  # without a compiler the flag would be refused
     one, two = ((start(run), capsys.readouterr().out)[1] for run in runs)
@@ -257,6 +259,7 @@ def test_a_run_begins_with_the_facts_that_decide_it(make_run, capsys):
     assert f", hash {runs[0].corpus.hash}, bytes tokens: 168 windows to train on, 18 to validate\n" in one
     assert "12 sequences per step = 3 per forward x 4 accumulated x 1 process; 14 steps per epoch, 1,285 in" in one
     assert "device cpu, 2 processes, bfloat16, compiled, " in two and "= 3 per forward x 2 accumulated x 2 proc" in two
+    assert ("no instructions for bfloat16" in two) == (platform.machine() == "x86_64") and "no instr" not in one
     assert "; for the real thing: --preset gpt2 --data FILE\n" in two and "\ncorpus built into Python, hash" in two
     take(start(make_run("--max-steps", 1, quiet=True))).finish()
     assert capsys.readouterr() == ("", "")
