@@ -490,12 +490,13 @@ class Run:
 
     def take_signal(self, signum, frame):
         """Handle a signal: the next report tells it. A second Ctrl-C ends a run without a launcher at once."""
-        if not self.signals:
+        is_first = not self.signals
+        if is_second_ctrl_c(signum, self.signals) and self.n_processes == 1:
+            sys.exit(128 + signum)
+        if is_first:
             next_report = min((self.step // every + 1) * every for every in (self.args.log_every, self.args.eval_every))
             last = min(next_report, self.total_steps)
             self.print(f"{signal.Signals(signum).name}: the run stops after step {last} at the latest", sys.stderr)
-        if is_second_ctrl_c(signum, self.signals) and self.n_processes == 1:
-            sys.exit(128 + signum)
 
     def steps(self):
         """The numbers of the steps to take, up to the end of the run."""

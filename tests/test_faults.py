@@ -18,7 +18,6 @@ import data
 
 FLAGS = ("--context-length", 16, "--global-batch-size", 12)
 ENDLESS = (*FLAGS, "--max-steps", 10**6, "--log-every", 5, "--eval-every", 10**6)
-DDP_SCRIPTS = (SPAWN, TORCHRUN)
 SIGINT, SIGTERM, SIGHUP, SIGKILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
 
 
@@ -225,7 +224,7 @@ def setup(rank, *rest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
+@pytest.mark.parametrize("script", [SPAWN, TORCHRUN])
 @pytest.mark.parametrize("whom, signum", [("group", SIGTERM), ("group", SIGINT), (0, SIGINT)])
 def test_a_signal_while_a_rank_waits_in_setup_ends_every_process(script, whom, signum, launch, tmp_path):
     run = launch(script, *FLAGS, folder=hooked(tmp_path / "code", ABSENT_PEER), TIMEOUT_SECONDS=600)
