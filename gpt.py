@@ -395,6 +395,7 @@ def number_formats(args):
 def main():
     import data  # here alone: the model itself needs no tokenizer
 
+    data.on_signals(data.end_quietly)
     parser = argparse.ArgumentParser(description="Let a trained model write on from a prompt.")
     parser.error = lambda reason: parser.exit(2, f"error: {reason}\n")
     flag, count = parser.add_argument, number(int, 1, 2**31)

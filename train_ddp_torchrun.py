@@ -43,9 +43,9 @@ def setup(rank, world_size, device):  # DDP 1
     store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     try:  # DDP 1: init_process_group waits until all ranks are here
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        sys.exit(f"error: not all {world_size} processes came to {place}, look at the other machines ({reason})")
+        sys.exit(f"error: not all {world_size} processes came to {place}, look there and at the others ({reason})")
 
 
 def cleanup():  # DDP 1
